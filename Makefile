@@ -1,0 +1,68 @@
+# `make` lists what there is. Every target prepares .venv by itself, once: the stamp files below depend on the lock
+# files, so that a changed lock is installed and an unchanged one costs nothing.
+# Written for GNU make 3.81 and later.
+
+SCENARIO ?= quickstart
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+CREATED := $(VENV)/.created
+
+.DEFAULT_GOAL := help
+.PHONY: help setup testbed test lint bench clean
+
+help: ## list the targets
+	@echo "Cleave Testbed"
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+setup: $(RUNTIME) ## prepare .venv (the other targets do it too)
+	@echo "$(VENV) is ready: make testbed"
+
+testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-tiny SCENARIO=quickstart
+	@$(BIN)/cleave run $(SCENARIO) $(if $(DEVICES),--devices $(DEVICES)) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(SEED),--seed $(SEED)) $(if $(MODEL),--set model.name=$(MODEL))
+
+test: lint ## lint, then all tests; ARGS="-k name" is passed to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV) ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(RUNTIME) ## benchmarks; PEERS=1 sets Ray and Dask beside them
+	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers)
+
+clean: ## remove .venv and caches; runs/ stays
+	@rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find agent ps emulator testbed tests netem_profiles -name __pycache__ -prune -exec rm -rf {} +
+
+# PYTHON=... chooses the interpreter; otherwise the first one found that is new enough.
+$(CREATED):
+	@for python in $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python); do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "Cleave Testbed needs Python 3.11 or newer, and none was found. Install one," >&2; \
+		echo "or name it: make setup PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "$$found has no venv module. Install it (Debian, Ubuntu: apt install python3-venv)" >&2; \
+		echo "or name another Python: make setup PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$("$$found" --version)"; \
+	rm -rf $(VENV) && "$$found" -m venv $(VENV) && touch $@
+
+$(RUNTIME): requirements.lock pyproject.toml | $(CREATED)
+	@echo "Installing the run-time packages into $(VENV) (once; two to five minutes, mostly PyTorch)"
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): requirements-dev.lock $(RUNTIME)
+	@echo "Installing the packages for tests and lint (once; under a minute)"
+	@$(PIP) -r requirements-dev.lock
+	@touch $@

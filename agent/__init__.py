@@ -1,0 +1,1 @@
+"""The device side of Cleave Testbed: small enough for a phone."""

@@ -1,0 +1,128 @@
+"""`python -m agent --ps tcp://HOST:PORT`: lend this device to a parameter server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+from types import FrameType
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    # BLAS reads these when NumPy is first imported, hence before the imports below
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(options.threads)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+
+    import numpy as np
+
+    from agent.kernels import pick_kernel
+    from agent.profile import Profile, pack_profiles
+    from agent.units import UnitError, parse_duration, parse_rate, parse_size
+    from agent.wire import Join
+    from agent.worker import Worker
+
+    log = logging.getLogger("agent")
+    try:
+        measured = pick_kernel(options.kernel, options.threads)
+        profile = Profile(
+            flops=measured.flops,
+            overhead_s=measured.overhead_s,
+            down_bps=parse_rate(options.down),
+            up_bps=parse_rate(options.up),
+            latency_s=parse_duration(options.latency),
+            memory_bytes=parse_size(options.memory),
+            credit_blocks=options.credit,
+        )
+    except (UnitError, ValueError) as error:
+        print(f"agent: {error}", file=sys.stderr)
+        return 2
+    if not options.ps.startswith("tcp://") or ":" not in options.ps[6:]:
+        print(f"agent: --ps is {options.ps!r}; give an address such as tcp://192.0.2.7:5555", file=sys.stderr)
+        return 2
+    log.info(
+        "%s: kernel %s, %.1f GFLOP/s measured with %d thread(s)%s",
+        options.name,
+        measured.kernel.name,
+        measured.flops / 1e9,
+        options.threads,
+        "".join(f"; {name}: {why}" for name, why in measured.rejected.items()),
+    )
+    about = {
+        "kernel": measured.kernel.name,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "system": platform.system(),
+    }
+    stop = SignalStop()
+    worker = Worker(
+        options.ps,
+        Join(pack_profiles([profile]), [options.name], about),
+        measured.kernel,
+        stop,
+        once=options.once,
+    )
+    code = worker.run()
+    log.info(
+        "%d blocks in %.1f s of computing, %d failed", worker.tally.blocks, worker.tally.compute_s, worker.tally.failed
+    )
+    return code
+
+
+class SignalStop:
+    """SIGTERM or Ctrl-C ask the agent to leave; a pipe wakes the loop that waits on a socket."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._write.send(b"!")
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def wait(self, timeout_s: float) -> None:
+        select.select([self._read], [], [], timeout_s)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m agent",
+        description="Lend this device to a Cleave parameter server. It computes blocks of matrix products and returns "
+        "them; it keeps nothing and sends nothing else. Ctrl-C leaves politely.",
+        epilog="example: python -m agent --ps tcp://127.0.0.1:5555 --threads 2",
+    )
+    parser.add_argument("--ps", required=True, metavar="ADDRESS", help="the server, as it printed it: tcp://HOST:PORT")
+    parser.add_argument("--name", default=platform.node() or "device", help="what people read in tables (%(default)s)")
+    parser.add_argument("--threads", type=_positive, default=1, help="cores to lend (%(default)s)")
+    parser.add_argument("--memory", default="512 MB", help="memory to lend (%(default)s)")
+    parser.add_argument("--down", default="100 Mbit", help="downlink to plan with (%(default)s)")
+    parser.add_argument("--up", default="20 Mbit", help="uplink to plan with (%(default)s)")
+    parser.add_argument("--latency", default="10 ms", help="one-way latency to plan with (%(default)s)")
+    parser.add_argument("--credit", type=_positive, default=64, help="blocks to hold at most (%(default)s)")
+    parser.add_argument("--kernel", choices=("numpy", "onnxruntime"), help="instead of the faster one, measured")
+    parser.add_argument("--once", action="store_true", help="end when the run ends, do not wait for another")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A device's end of the line to the server: connect, join, heartbeats, silence.
+
+Used by the agent (one device) and by pods (many). One socket, one thread. It never waits without a limit: `receive`
+returns after its timeout, and `lost` says when the server has been silent for too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+
+from agent.wire import (
+    MAX_FRAME_BYTES,
+    Goodbye,
+    Heartbeat,
+    Join,
+    Message,
+    Refused,
+    VersionMismatch,
+    Welcome,
+    WireError,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+SILENT_AFTER = 5  # heartbeats without a word from the other side
+
+
+class Connection:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        join: Join,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoint = endpoint
+        self.joined: Welcome | None = None
+        self._clock = clock
+        self._heartbeat_s = 2.0  # until the server says otherwise
+        self._heard = self._spoke = clock()
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the server's credit
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.connect(endpoint)
+        self.send(join)
+
+    def send(self, message: Message) -> None:
+        self.socket.send_multipart(encode(message), copy=False)
+        self._spoke = self._clock()
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message, or None when there is none within the timeout. Heartbeats are dealt with here."""
+        if not self.socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        try:
+            message = decode(self.socket.recv_multipart(copy=False))
+        except VersionMismatch as error:
+            return Refused(f"{error}; install the same release on both sides", final=True)
+        except WireError as error:
+            log.warning("dropped a message from %s: %s", self.endpoint, error)
+            return None
+        self._heard = self._clock()
+        match message:
+            case Heartbeat():
+                return None
+            case Welcome():
+                self.joined = message
+                self._heartbeat_s = message.heartbeat_s
+        return message
+
+    def beat(self) -> None:
+        """Say that we live, if nothing else has been said for a heartbeat."""
+        if self.joined and self._clock() - self._spoke >= self._heartbeat_s:
+            self.send(Heartbeat())
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self._heartbeat_s
+
+    @property
+    def lost(self) -> bool:
+        return self._clock() - self._heard > SILENT_AFTER * self._heartbeat_s
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+def ended(message: Message | None) -> str | None:
+    """Why this message ends the session, or None if it does not."""
+    match message:
+        case Refused(reason=reason):
+            return f"refused: {reason}"
+        case Goodbye(reason=reason):
+            return f"goodbye: {reason}"
+    return None

@@ -1,0 +1,158 @@
+"""Block products: ONNX Runtime or NumPy, whichever this device measures as faster.
+
+NumPy is a full fallback: on phones the ONNX Runtime package is sometimes missing or broken. The ONNX model is one node
+and is written here byte by byte, so the `onnx` package is not needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+
+class Kernel(Protocol):
+    name: str
+
+    def product(self, left: Array, right: Array) -> Array:
+        """left @ right, both possibly transposed views, with or without a batch axis."""
+        ...
+
+
+class NumpyKernel:
+    name = "numpy"
+
+    def product(self, left: Array, right: Array) -> Array:
+        result: Array = np.matmul(left, right)
+        return result
+
+
+class OnnxKernel:
+    """One session for each of the four ways in which the factors may lie in memory; shapes are dynamic."""
+
+    name = "onnxruntime"
+
+    def __init__(self, threads: int = 1) -> None:
+        import onnxruntime
+
+        onnxruntime.disable_telemetry_events()  # a volunteer's phone sends nothing but results
+        onnxruntime.set_default_logger_severity(3)
+        self._ort = onnxruntime
+        self._options = onnxruntime.SessionOptions()
+        self._options.intra_op_num_threads = threads
+        self._options.inter_op_num_threads = 1
+        self._sessions: dict[tuple[bool, bool], Any] = {}
+
+    def product(self, left: Array, right: Array) -> Array:
+        left, left_flipped = _as_stored(left)
+        right, right_flipped = _as_stored(right)
+        session = self._sessions.get((left_flipped, right_flipped))
+        if session is None:
+            session = self._ort.InferenceSession(
+                matmul_model(left_flipped, right_flipped), self._options, providers=["CPUExecutionProvider"]
+            )
+            self._sessions[left_flipped, right_flipped] = session
+        result: Array = session.run(None, {"A": left, "B": right})[0]
+        return result
+
+
+def _as_stored(array: Array) -> tuple[Array, bool]:
+    """The array in the order in which it lies in memory, and whether that is transposed."""
+    if array.flags.c_contiguous:
+        return array, False
+    flipped = array.swapaxes(-1, -2)
+    if flipped.flags.c_contiguous:
+        return flipped, True
+    return np.ascontiguousarray(array), False
+
+
+def matmul_model(transpose_left: bool = False, transpose_right: bool = False) -> bytes:
+    """A one-node ONNX model, C = A B, either factor transposed, any rank and size."""
+
+    def varint(value: int) -> bytes:
+        out = b""
+        while value > 0x7F:
+            out += bytes([value & 0x7F | 0x80])
+            value >>= 7
+        return out + bytes([value])
+
+    def number(tag: int, value: int) -> bytes:
+        return varint(tag << 3) + varint(value)
+
+    def chunk(tag: int, value: bytes | str) -> bytes:
+        raw = value.encode() if isinstance(value, str) else value
+        return varint(tag << 3 | 2) + varint(len(raw)) + raw
+
+    def attribute(name: str, value: int) -> bytes:
+        return chunk(5, chunk(1, name) + number(3, value) + number(20, 2))
+
+    def tensor(tag: int, name: str) -> bytes:
+        return chunk(tag, chunk(1, name) + chunk(2, chunk(1, number(1, 1))))  # float32, shape left open
+
+    node = chunk(1, "A") + chunk(1, "B") + chunk(2, "C") + chunk(4, "FusedMatMul")
+    node += attribute("transA", int(transpose_left)) + attribute("transB", int(transpose_right))
+    node += chunk(7, "com.microsoft")
+    graph = chunk(1, node) + chunk(2, "block") + tensor(11, "A") + tensor(11, "B") + tensor(12, "C")
+    opsets = chunk(8, chunk(1, "") + number(2, 13)) + chunk(8, chunk(1, "com.microsoft") + number(2, 1))
+    return number(1, 8) + chunk(7, graph) + opsets
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    kernel: Kernel
+    flops: float
+    overhead_s: float
+    rejected: dict[str, str]  # kernel -> why it was not taken
+
+
+def available_kernels(threads: int = 1) -> tuple[list[Kernel], dict[str, str]]:
+    kernels: list[Kernel] = [NumpyKernel()]
+    rejected: dict[str, str] = {}
+    try:
+        onnx = OnnxKernel(threads)
+        _self_test(onnx)
+        kernels.append(onnx)
+    except Exception as error:  # whatever a broken installation throws: NumPy does the work then
+        rejected["onnxruntime"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return kernels, rejected
+
+
+def pick_kernel(only: str | None = None, threads: int = 1, clock: Callable[[], float] = time.perf_counter) -> Measured:
+    """Measure each kernel for a moment and take the faster one, or the one that was asked for."""
+    kernels, rejected = available_kernels(threads)
+    if only is not None:
+        kernels = [k for k in kernels if k.name == only]
+        if not kernels:
+            raise ValueError(f"kernel {only!r} cannot be used here: {rejected.get(only, 'there is no such kernel')}")
+    rng = np.random.default_rng(0)
+    large = rng.random((384, 384), dtype=np.float32), rng.random((384, 384), dtype=np.float32).T
+    small = rng.random((1, 16), dtype=np.float32), rng.random((16, 1), dtype=np.float32)
+
+    def best_s(kernel: Kernel, factors: tuple[Array, Array], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            start = clock()
+            kernel.product(*factors)
+            times.append(clock() - start)
+        return max(min(times), 1e-9)
+
+    timed = [(best_s(k, large, 12), i, k) for i, k in enumerate(kernels)]
+    seconds, _, kernel = min(timed)
+    for other_s, _, other in timed:
+        if other is not kernel:
+            rejected[other.name] = f"measured {other_s / seconds:.2f}x slower"
+    return Measured(kernel, 2 * 384**3 / seconds, best_s(kernel, small, 50), rejected)
+
+
+def _self_test(kernel: Kernel) -> None:
+    rng = np.random.default_rng(1)
+    left, right = rng.random((2, 3, 5), dtype=np.float32), rng.random((2, 4, 5), dtype=np.float32).transpose(0, 2, 1)
+    for one, two in ((left, right), (left[0], right[0])):
+        if not np.allclose(kernel.product(one, two), one @ two, rtol=1e-5):
+            raise ArithmeticError(f"{kernel.name} gives wrong products")

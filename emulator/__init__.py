@@ -1,0 +1,1 @@
+"""Emulated devices: the real protocol and arithmetic in modelled time."""

@@ -1,0 +1,60 @@
+"""Emulated devices: download queue -> compute -> upload queue, the three overlapping.
+
+A device's state is three moments: when its downlink, its processor and its uplink will be free. A block takes each in
+turn. Pure, and vectorised over the devices of a pod: thousands of devices are a few arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emulator.link import transfer
+from emulator.performance import compute_seconds
+
+Seconds = NDArray[np.float64]
+
+
+class Devices:
+    def __init__(self, profiles: NDArray[np.void]) -> None:
+        self.profiles = profiles
+        self._downlink_free_s = np.zeros(len(profiles))
+        self._processor_free_s = np.zeros(len(profiles))
+        self._uplink_free_s = np.zeros(len(profiles))
+
+    def schedule(
+        self,
+        sent_s: float,
+        device: NDArray[np.int64],
+        down_bytes: NDArray[np.int64],
+        flops: NDArray[np.float64],
+        up_bytes: NDArray[np.int64],
+    ) -> tuple[Seconds, Seconds]:
+        """Blocks that the server sent at `sent_s`, in their order: when each answer is back there, and its computing
+        time. A device may have several of them; they queue."""
+        due_s, compute_s = np.empty(len(device)), np.empty(len(device))
+        for wave in waves(device):
+            d = device[wave]
+            profile = self.profiles[d]
+            latency_s = profile["latency_s"]
+            sent = np.full(len(d), sent_s)
+            downloaded = transfer(sent, self._downlink_free_s[d], down_bytes[wave], profile["down_bps"])
+            self._downlink_free_s[d] = downloaded
+            compute_s[wave] = compute_seconds(profile, flops[wave])
+            computed = np.maximum(downloaded + latency_s, self._processor_free_s[d]) + compute_s[wave]
+            self._processor_free_s[d] = computed
+            uploaded = transfer(computed, self._uplink_free_s[d], up_bytes[wave], profile["up_bps"])
+            self._uplink_free_s[d] = uploaded
+            due_s[wave] = uploaded + latency_s
+        return due_s, compute_s
+
+
+def waves(device: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Positions in order, divided so that a device comes at most once in each part: first blocks, second blocks..."""
+    order = np.argsort(device, kind="stable")
+    ordered = device[order]
+    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    if len(begins) == len(device):
+        return [np.arange(len(device))]
+    rank = np.arange(len(device)) - np.repeat(begins, np.diff(np.r_[begins, len(device)]))
+    return [order[rank == r] for r in range(int(rank.max()) + 1)]

@@ -1,0 +1,98 @@
+"""A fleet drawn from shares of device kinds and access networks.
+
+Pure: names, shares and a seed in, profiles out. Three uniform numbers a device choose its kind, its network and
+how good its household's line is; they are drawn device by device, so a larger fleet begins with the smaller one.
+
+The line of a household, with u its quantile, the same for both directions (a good line is good both ways):
+
+    z        = normal quantile of u, clipped to +-2.33 (the 1st and 99th percentile)
+    log rate = log p50 + z/1.2816 (log p90 - log p50)   above the median
+    log rate = log p50 + z/1.2816 (log p50 - log p10)   below
+
+so that the 10th, 50th and 90th percentile of the fleet are those of the measured households.
+Assumes that kind, network and quality of the line are independent, and that half a round trip is one way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.profile import MAX_RATE, PROFILE, check_profiles
+from emulator.zoo import RateSpread, load_device, load_network
+
+CREDIT_BLOCKS = 4  # one being downloaded, one computed, one uploaded, one ahead
+_Z_LIMIT = 2.33
+_Z_P90 = 1.2816
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
+class Fleet:
+    profiles: NDArray[np.void]  # dtype PROFILE
+    device_names: list[str]  # of each device
+    network_names: list[str]
+    basis: Mapping[str, int]  # devices whose speed is measured, published, estimate
+
+    def __len__(self) -> int:
+        return len(self.device_names)
+
+
+def draw_fleet(count: int, device_shares: Mapping[str, float], network_shares: Mapping[str, float], seed: int) -> Fleet:
+    """`count` devices; shares are weights and need not add up to one. The order of the shares does not matter."""
+    if count < 1:
+        raise ValueError(f"a fleet needs at least 1 device, not {count}")
+    uniform = np.random.Generator(np.random.PCG64(seed)).random((count, 3))
+    kind_names, kind_of = _choose(uniform[:, 0], device_shares, "device")
+    line_names, line_of = _choose(uniform[:, 1], network_shares, "network")
+    kinds = [load_device(name) for name in kind_names]
+    lines = [load_network(name) for name in line_names]
+    z = _normal_quantile(uniform[:, 2])
+
+    profiles = np.empty(count, dtype=PROFILE)
+    profiles["flops"] = np.array([kind.flops for kind in kinds])[kind_of]
+    profiles["overhead_s"] = np.array([kind.overhead_s for kind in kinds])[kind_of]
+    profiles["down_bps"] = _household_rates([line.down for line in lines], line_of, z)
+    profiles["up_bps"] = _household_rates([line.up for line in lines], line_of, z)
+    profiles["latency_s"] = np.array([line.rtt_s / 2 for line in lines])[line_of]
+    profiles["memory_bytes"] = np.array([kind.budget_bytes for kind in kinds])[kind_of]
+    profiles["credit_blocks"] = CREDIT_BLOCKS
+    check_profiles(profiles)
+    return Fleet(
+        profiles=profiles,
+        device_names=[kind_names[i] for i in kind_of],
+        network_names=[line_names[i] for i in line_of],
+        basis=dict(Counter(kinds[i].basis for i in kind_of)),
+    )
+
+
+def _choose(uniform: NDArray[np.float64], shares: Mapping[str, float], what: str) -> tuple[list[str], NDArray[np.intp]]:
+    if not shares:
+        raise ValueError(f"no {what} to draw from: give at least one name with a share")
+    for name, share in shares.items():
+        if not (share > 0 and math.isfinite(share)):
+            raise ValueError(f'the share of {what} "{name}" is {share!r}; it must be more than zero')
+    names = sorted(shares)
+    bounds = np.cumsum([shares[name] for name in names], dtype=np.float64)
+    chosen = np.searchsorted(bounds[:-1] / bounds[-1], uniform, side="right")
+    return names, chosen
+
+
+def _normal_quantile(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
+    normal = NormalDist()
+    inside = np.clip(uniform, normal.cdf(-_Z_LIMIT), normal.cdf(_Z_LIMIT))
+    return np.array([normal.inv_cdf(u) for u in inside.tolist()])
+
+
+def _household_rates(
+    spreads: Sequence[RateSpread], line_of: NDArray[np.intp], z: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    log_p10, log_p50, log_p90 = np.log([[s.p10, s.p50, s.p90] for s in spreads])[line_of].T
+    slope = np.where(z > 0, log_p90 - log_p50, log_p50 - log_p10)
+    rates: NDArray[np.float64] = np.exp(log_p50 + z / _Z_P90 * slope)
+    return np.minimum(rates, MAX_RATE)

@@ -1,0 +1,232 @@
+"""The zoo: device kinds and access networks, read from the TOML files shipped with the project.
+
+A file's name is the name that scenarios use; what the file says is checked once, here, so that nobody downstream
+meets a missing figure or one without a unit. Talks to nothing but package data; assumes that the files do not
+change while a process runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any, TypeVar
+
+from agent.errors import UserError
+from agent.units import parse_duration, parse_flops, parse_rate, parse_size
+
+KINDS = ("phone", "tablet", "board", "laptop", "mini-pc")
+BASES = ("measured", "published", "estimate")  # where a figure comes from, best first
+
+Parsed = TypeVar("Parsed")
+
+
+class UnknownName(UserError):
+    """No file of that name; the message lists the nearest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    name: str  # as scenarios spell it
+    title: str  # as people call it
+    kind: str  # one of KINDS
+    flops: float  # sustained float32 FLOP/s of a large product
+    basis: str  # one of BASES, of `flops`
+    overhead_s: float  # fixed cost of one call; always an estimate
+    ram_bytes: int
+    ram_basis: str
+    budget_bytes: int  # memory that its owner lends
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RateSpread:
+    """Percentiles over households, bit/s; all three are the median where only that is known."""
+
+    p10: float
+    p50: float
+    p90: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p10 <= self.p50 <= self.p90:
+            raise ValueError(
+                f"percentiles must be positive and rise, not {self.p10:g}, {self.p50:g}, {self.p90:g} bit/s"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    name: str
+    title: str
+    samples: int | None  # behind the percentiles, where there are any
+    basis: str  # of the rates
+    down: RateSpread
+    up: RateSpread
+    rtt_s: float  # idle
+    rtt_basis: str
+    jitter_s: float | None  # None: not known
+    jitter_up_s: float | None
+    loss: float | None  # share of packets, 0 to 1
+    rtt_loaded_down_s: float | None  # while a download fills the link
+    rtt_loaded_up_s: float | None
+    source: str
+
+
+def device_names() -> list[str]:
+    return _names(_devices())
+
+
+def network_names() -> list[str]:
+    return _names(_networks())
+
+
+@cache
+def load_device(name: str) -> DeviceKind:
+    return _load("device", _devices(), name, parse_device)
+
+
+@cache
+def load_network(name: str) -> Network:
+    return _load("network", _networks(), name, parse_network)
+
+
+def parse_device(name: str, text: str) -> DeviceKind:
+    """A device kind from the text of its file; ValueError says which key is wrong."""
+    table = _Table(tomllib.loads(text))
+    device = DeviceKind(
+        name=name,
+        title=table.take("title", _text),
+        kind=table.take("kind", _one_of(KINDS)),
+        flops=table.take("gemm", _positive(parse_flops)),
+        basis=table.take("basis", _one_of(BASES)),
+        overhead_s=table.take("overhead", parse_duration),
+        ram_bytes=table.take("ram", _positive(parse_size)),
+        ram_basis=table.take("ram_basis", _one_of(BASES)),
+        budget_bytes=table.take("budget", _positive(parse_size)),
+        source=table.take("source", _text),
+    )
+    table.refuse_the_rest()
+    return device
+
+
+def parse_network(name: str, text: str) -> Network:
+    """A network from the text of its file; ValueError says which key is wrong."""
+    table = _Table(tomllib.loads(text))
+    network = Network(
+        name=name,
+        title=table.take("title", _text),
+        samples=table.find("samples", _positive_count),
+        basis=table.take("basis", _one_of(BASES)),
+        down=table.take("down", _rate_spread),
+        up=table.take("up", _rate_spread),
+        rtt_s=table.take("rtt", parse_duration),
+        rtt_basis=table.take("rtt_basis", _one_of(BASES)),
+        jitter_s=table.find("jitter", parse_duration),
+        jitter_up_s=table.find("jitter_up", parse_duration),
+        loss=table.find("loss_percent", _share_from_percent),
+        rtt_loaded_down_s=table.find("rtt_loaded_down", parse_duration),
+        rtt_loaded_up_s=table.find("rtt_loaded_up", parse_duration),
+        source=table.take("source", _text),
+    )
+    table.refuse_the_rest()
+    return network
+
+
+def _devices() -> Traversable:
+    return resources.files("emulator") / "devices"
+
+
+def _networks() -> Traversable:
+    return resources.files("netem_profiles")
+
+
+def _names(folder: Traversable) -> list[str]:
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def _load(what: str, folder: Traversable, name: str, parse: Callable[[str, str], Parsed]) -> Parsed:
+    names = _names(folder)
+    if name not in names:  # also keeps "../x" from leaving the folder
+        nearest = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
+        raise UnknownName(
+            f'unknown {what} "{name}"; nearest: {", ".join(nearest) or "none"}; '
+            f"all {len(names)} are the .toml files in {folder}"
+        )
+    file = folder / f"{name}.toml"
+    try:
+        return parse(name, file.read_text(encoding="utf-8"))
+    except ValueError as error:  # TOMLDecodeError is one, and carries the line
+        raise ValueError(f"{file}: {error}") from error
+
+
+class _Table:
+    """A TOML table from which keys are taken one by one, so that the ones nobody asked for show."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def take(self, key: str, parse: Callable[[Any], Parsed]) -> Parsed:
+        if key not in self._values:
+            raise ValueError(f'missing key "{key}"')
+        try:
+            return parse(self._values.pop(key))
+        except ValueError as error:
+            raise ValueError(f'key "{key}": {error}') from error
+
+    def find(self, key: str, parse: Callable[[Any], Parsed]) -> Parsed | None:
+        return self.take(key, parse) if key in self._values else None
+
+    def refuse_the_rest(self) -> None:
+        for key in self._values:
+            raise ValueError(f'unknown key "{key}"')
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+        return str(value)
+
+    return parse
+
+
+def _positive(parse: Callable[[object], Parsed]) -> Callable[[object], Parsed]:
+    def parse_positive(value: object) -> Parsed:
+        parsed = parse(value)
+        if not parsed:  # the unit parsers refuse everything below zero
+            raise ValueError(f"{value!r} must be more than zero")
+        return parsed
+
+    return parse_positive
+
+
+def _positive_count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{value!r} is not a whole number of at least 1")
+    return value
+
+
+def _share_from_percent(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 100:
+        raise ValueError(f"{value!r} is not a number from 0 to 100")
+    return value / 100
+
+
+def _rate_spread(value: object) -> RateSpread:
+    if not isinstance(value, dict):
+        raise ValueError(f'{value!r} is not a table such as {{ p10 = "5 Mbit", p50 = "12 Mbit", p90 = "19 Mbit" }}')
+    table = _Table(value)
+    p50 = table.take("p50", parse_rate)
+    p10, p90 = table.find("p10", parse_rate), table.find("p90", parse_rate)
+    table.refuse_the_rest()
+    return RateSpread(p50 if p10 is None else p10, p50, p50 if p90 is None else p90)

@@ -1,0 +1,1 @@
+"""Access networks, one TOML file each, with provenance; data only."""

@@ -1,0 +1,1 @@
+"""The parameter server: captures the training step, cuts its products into blocks, assembles the answers."""

@@ -1,0 +1,128 @@
+"""The training step as a graph: a torch.compile backend that hands every forward and backward graph to an executor.
+
+AOTAutograd gives functional graphs of aten operations, in which every matrix product appears as mm, addmm, bmm or
+baddbmm, forward and backward. A Program is such a graph prepared for running: who waits for whom, which nodes are
+products, which products somebody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+aten = torch.ops.aten
+# operation -> positions of its left and right factor
+PRODUCTS: dict[Any, tuple[int, int]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+}
+# products in disguise: whatever of these appears would run on the server without a word
+OPAQUE = ("scaled_dot_product", "convolution", "_grouped_mm", "addmv", "aten.mv", "linear_backward", "_int_mm")
+
+
+class CaptureError(RuntimeError):
+    """The model cannot be distributed as it is; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    fx_node: fx.Node
+    inputs: tuple[int, ...]
+    product: tuple[int, int] | None
+    urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    module: fx.GraphModule
+    nodes: tuple[Node, ...]
+    placeholders: tuple[int, ...]
+    users: tuple[tuple[int, ...], ...]
+    output: int
+    index: dict[fx.Node, int]
+
+
+Runner = Callable[[Program, list[Any]], Sequence[Any]]
+
+
+def distribute(model: torch.nn.Module, run: Runner) -> Callable[..., Any]:
+    """The same model, every graph of whose training step goes through `run`."""
+    # A frame that is compiled too often falls back to plain PyTorch in silence, and its products with it.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    backend = aot_autograd(fw_compiler=_compiler("forward", run), bw_compiler=_compiler("backward", run))
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
+    return compiled
+
+
+def _compiler(name: str, run: Runner) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]:
+    def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        program = prepare(name, module)
+
+        def call(arguments: list[Any]) -> Sequence[Any]:
+            values = list(arguments)
+            arguments.clear()  # AOTAutograd's convention: the callee owns the inputs and may free them early
+            return run(program, values)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    return compile_graph
+
+
+def prepare(name: str, module: fx.GraphModule) -> Program:
+    fx_nodes = list(module.graph.nodes)
+    index = {node: i for i, node in enumerate(fx_nodes)}
+    inputs = [[index[n] for n in node.all_input_nodes] for node in fx_nodes]
+    previous_ordered: int | None = None
+    for i, node in enumerate(fx_nodes):
+        if node.op != "call_function":
+            continue
+        if any(word in str(node.target) for word in OPAQUE):
+            raise CaptureError(
+                f"the model contains {node.target}, which hides matrix products; "
+                'load it with attn_implementation="eager" and without convolutions'
+            )
+        if _writes(node):
+            inputs[i] = list(range(i))  # after everybody who may still read what it writes
+        if _draws(node) or _writes(node):
+            # random numbers must be drawn in the order in which plain PyTorch draws them
+            if previous_ordered is not None and previous_ordered not in inputs[i]:
+                inputs[i].append(previous_ordered)
+            previous_ordered = i
+    users: list[list[int]] = [[] for _ in fx_nodes]
+    for i, needed in enumerate(inputs):
+        for j in needed:
+            users[j].append(i)
+    is_product = [node.op == "call_function" and node.target in PRODUCTS for node in fx_nodes]
+    leads_to_product = [False] * len(fx_nodes)
+    for i in reversed(range(len(fx_nodes))):
+        leads_to_product[i] = any(is_product[u] or leads_to_product[u] for u in users[i])
+    nodes = tuple(
+        Node(
+            node,
+            tuple(inputs[i]),
+            PRODUCTS[node.target] if is_product[i] else None,
+            urgent=name == "forward" or leads_to_product[i],
+        )
+        for i, node in enumerate(fx_nodes)
+    )
+    placeholders = tuple(i for i, node in enumerate(fx_nodes) if node.op == "placeholder")
+    return Program(name, module, nodes, placeholders, tuple(tuple(u) for u in users), len(fx_nodes) - 1, index)
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,54 @@
+"""The cost model, written as the formula.
+
+One block of `batch` x `rows` x `columns` cells over the inner length n, 4 bytes a value, on a device:
+
+    down    = batch (rows + columns) n 32 bit / down_rate
+    compute = overhead + 2 batch rows columns n / flops
+    up      = batch rows columns 32 bit / up_rate
+    time    = latency + down + compute + up + latency
+
+A block's operands arrive whole before it is computed, so within one block the three add up; across the blocks of a
+device they overlap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+
+BYTES = 4  # float32 on the wire
+
+
+def block_seconds(profiles: NDArray[np.void], batch: Any, rows: Any, inner: int, columns: Any) -> Numbers:
+    """Time of one block on each device of `profiles`, alone on that device."""
+    down_bits = 8.0 * BYTES * batch * (rows + columns) * inner
+    cells = 1.0 * batch * rows * columns
+    seconds: Numbers = (
+        2 * profiles["latency_s"]
+        + down_bits / profiles["down_bps"]
+        + profiles["overhead_s"]
+        + 2 * cells * inner / profiles["flops"]
+        + 8 * BYTES * cells / profiles["up_bps"]
+    )
+    return seconds
+
+
+def block_bytes(batch: Any, rows: Any, inner: int, columns: Any) -> Any:
+    """Memory of one block on its device: both operands and the output."""
+    return BYTES * batch * ((rows + columns) * inner + rows * columns)
+
+
+def largest_squares(profiles: NDArray[np.void], inner: int, seconds: Numbers) -> Numbers:
+    """Cells of the largest square block that each device returns within `seconds` (its own figure each).
+
+    With the side x the time is a quadratic: (2 n / flops + 32 / up) x^2 + (64 n / down) x + fixed.
+    """
+    spare = np.maximum(seconds - 2 * profiles["latency_s"] - profiles["overhead_s"], 0.0)
+    a = 2 * inner / profiles["flops"] + 8 * BYTES / profiles["up_bps"]
+    b = 2 * 8 * BYTES * inner / profiles["down_bps"]
+    side: Numbers = (np.sqrt(b * b + 4 * a * spare) - b) / (2 * a)
+    return side * side

@@ -1,0 +1,418 @@
+"""Who computes which block, and when: a pure state machine. Events in, instructions out.
+
+No sockets, no threads, no clock, no randomness. The server (ps/server.py) turns messages into events and carries out
+the instructions in their order.
+
+Always true, and checked by `check()` after every event in tests:
+- the blocks of a job that are not cut up tile its output exactly, so every cell is written exactly once;
+- a block waits in one queue, or is in flight on one device, or is done, or was cut up;
+- a late or duplicate answer changes nothing;
+- no device holds more blocks or bytes than its credit;
+- a job ends as long as one able device lives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.cost import block_bytes, block_seconds
+from ps.planner import Integers, Plan, PlanError, Shape
+
+PENDING, IN_FLIGHT, DONE, CUT = range(4)
+REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
+RECUT_OVER = 64  # a lost rectangle is cut over at most so many of the least busy survivors
+THEFTS_A_TURN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesJoined:
+    first: int  # ids are first, first + 1, ...; an id is never used twice
+    profiles: NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesLeft:
+    devices: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSubmitted:
+    job: int
+    shape: Shape
+    urgent: bool  # somebody waits for it; otherwise it fills idle devices
+    plan: Plan | None = None  # given: used as it is, its device indices being ids
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReturned:
+    """Three lists side by side: which device answered which block of which job."""
+
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFailed:
+    """The devices could not compute these blocks."""
+
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+Event = DevicesJoined | DevicesLeft | JobSubmitted | BlocksReturned | BlocksFailed
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptBlocks:
+    """Positions, in the BlocksReturned event, of the answers that count. Everything else is to be thrown away."""
+
+    positions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobWaits:
+    job: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendDevice:
+    device: int
+    reason: str
+
+
+Instruction = SendBlocks | AcceptBlocks | JobFinished | JobWaits | SuspendDevice
+Planner = Callable[[Shape, NDArray[np.void], NDArray[np.float64], int | None], Plan]
+
+
+class InvariantBroken(AssertionError):
+    """The dispatcher contradicts itself; the text tells the story."""
+
+
+@dataclass(slots=True)
+class Job:
+    shape: Shape
+    urgent: bool
+    tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    state: list[int] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    cost_s: list[float] = field(default_factory=list)
+    size_bytes: list[int] = field(default_factory=list)
+    open: int = 0  # blocks neither done nor cut up
+
+
+@dataclass(slots=True)
+class Device:
+    credit_blocks: int
+    memory_bytes: int
+    urgent: deque[tuple[int, int]] = field(default_factory=deque)
+    background: deque[tuple[int, int]] = field(default_factory=deque)
+    in_flight: set[tuple[int, int]] = field(default_factory=set)
+    in_flight_bytes: int = 0
+    refusals: int = 0
+    alive: bool = True
+
+    @property
+    def idle(self) -> bool:
+        return not (self.in_flight or self.urgent or self.background)
+
+
+class Dispatcher:
+    def __init__(self, planner: Planner) -> None:
+        self.jobs: dict[int, Job] = {}
+        self.devices: list[Device] = []
+        self.profiles = np.empty(0, dtype=[])
+        self.stale = 0  # answers that changed nothing
+        self._planner = planner
+        self._backlog_s = np.empty(0)  # modelled seconds of work given and not yet returned
+        self._waiting = np.empty(0, np.int64)  # length of each device's queues
+        self._waiting_total = 0
+        self._able = np.empty(0, np.int64)  # ids that take work
+        self._counts: dict[Shape, int] = {}  # how many devices a shape wants, while the fleet stays as it is
+        self._orphans: list[tuple[int, Integers]] = []  # rectangles that no device could take yet
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """The only way in which anything changes."""
+        out: list[Instruction] = []
+        touched: dict[int, None] = {}
+        match event:
+            case BlocksReturned():
+                self._returned(event, touched, out)
+            case JobSubmitted():
+                self._submitted(event, touched, out)
+            case DevicesJoined():
+                self._joined(event, touched, out)
+            case DevicesLeft(devices=devices):
+                self._left([d for d in devices if self.devices[d].alive], touched, out)
+            case BlocksFailed():
+                self._failed(event, touched, out)
+        self._send(touched, out)
+        return out
+
+    # ---- events
+
+    def _submitted(self, event: JobSubmitted, touched: dict[int, None], out: list[Instruction]) -> None:
+        if event.job in self.jobs:
+            raise ValueError(f"job {event.job} was submitted twice")
+        self.jobs[event.job] = Job(event.shape, event.urgent)
+        if event.plan is not None:
+            self._add(event.job, event.plan.tiles, event.plan.device, touched)
+        else:
+            shape = event.shape
+            self._place(event.job, np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]]), touched, out)
+
+    def _returned(self, event: BlocksReturned, touched: dict[int, None], out: list[Instruction]) -> None:
+        accepted, finished = [], []
+        for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
+            if not self._land(device, job_id, block):
+                self.stale += 1
+                continue
+            job = self.jobs[job_id]
+            job.state[block] = DONE
+            job.open -= 1
+            accepted.append(position)
+            touched[device] = None
+            if not job.open and not any(orphan[0] == job_id for orphan in self._orphans):
+                finished.append(job_id)
+        if accepted:
+            out.append(AcceptBlocks(accepted))
+        for job_id in finished:
+            del self.jobs[job_id]
+            out.append(JobFinished(job_id))
+
+    def _failed(self, event: BlocksFailed, touched: dict[int, None], out: list[Instruction]) -> None:
+        for device, job_id, block in zip(event.devices, event.jobs, event.blocks, strict=True):
+            if not self._land(device, job_id, block):
+                self.stale += 1
+                continue
+            record = self.devices[device]
+            record.refusals += 1
+            touched[device] = None
+            if record.refusals > REFUSALS_ALLOWED and record.alive:
+                out.append(SuspendDevice(device, f"it failed {record.refusals} blocks"))
+                self._left([device], touched, out)
+            self._cut([(job_id, block)], touched, out, avoid=device)
+
+    def _joined(self, event: DevicesJoined, touched: dict[int, None], out: list[Instruction]) -> None:
+        if event.first != len(self.devices):
+            raise ValueError(f"device ids must be consecutive: got {event.first}, expected {len(self.devices)}")
+        for row in event.profiles[["credit_blocks", "memory_bytes"]].tolist():
+            self.devices.append(Device(*row))
+        new = np.arange(event.first, len(self.devices))
+        self.profiles = event.profiles.copy() if not event.first else np.concatenate([self.profiles, event.profiles])
+        self._backlog_s = np.concatenate([self._backlog_s, np.zeros(len(new))])
+        self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
+        self._able = np.concatenate([self._able, new])
+        self._counts.clear()
+        orphans, self._orphans = self._orphans, []
+        for job_id, tile in orphans:
+            self._place(job_id, tile, touched, out)
+        touched.update(dict.fromkeys(new.tolist()))
+
+    def _left(self, devices: list[int], touched: dict[int, None], out: list[Instruction]) -> None:
+        lost: list[tuple[int, int]] = []
+        for device in devices:
+            record = self.devices[device]
+            record.alive = False
+            lost += sorted(record.in_flight) + list(record.urgent) + list(record.background)
+            self._waiting_total -= int(self._waiting[device])
+            self._waiting[device] = 0
+            self._backlog_s[device] = 0.0
+            record.in_flight.clear()
+            record.urgent.clear()
+            record.background.clear()
+            record.in_flight_bytes = 0
+            touched.pop(device, None)
+        self._able = self._able[~np.isin(self._able, devices)]
+        self._counts.clear()
+        self._cut(lost, touched, out)
+
+    # ---- what they share
+
+    def _land(self, device: int, job_id: int, block: int) -> bool:
+        """Take a block off its device. False if it was not in flight there: a late, duplicate or invented answer."""
+        if not 0 <= device < len(self.devices) or (job_id, block) not in self.devices[device].in_flight:
+            return False
+        record, job = self.devices[device], self.jobs[job_id]
+        record.in_flight.discard((job_id, block))
+        record.in_flight_bytes -= job.size_bytes[block]
+        self._backlog_s[device] = max(0.0, self._backlog_s[device] - job.cost_s[block])
+        return True
+
+    def _cut(
+        self, lost: list[tuple[int, int]], touched: dict[int, None], out: list[Instruction], avoid: int = -1
+    ) -> None:
+        """Cut these rectangles again, over devices that live."""
+        for job_id, block in lost:
+            job = self.jobs[job_id]
+            job.state[block] = CUT
+            job.open -= 1
+            self._place(job_id, job.tiles[block : block + 1], touched, out, avoid)
+
+    def _place(
+        self, job_id: int, tile: Integers, touched: dict[int, None], out: list[Instruction], avoid: int = -1
+    ) -> None:
+        """Plan one rectangle (of the job's output, or all of it) over the fleet."""
+        job = self.jobs[job_id]
+        batch, batches, row, rows, column, columns = tile[0].tolist()
+        shape = Shape(batches, rows, job.shape.inner, columns)
+        whole = shape == job.shape
+        candidates = self._able
+        if not whole and len(candidates) > RECUT_OVER:
+            candidates = candidates[np.argsort(self._backlog_s[candidates], kind="stable")[:RECUT_OVER]]
+        if len(candidates) > 1:
+            candidates = candidates[candidates != avoid]
+        try:
+            if not len(candidates):
+                raise PlanError("no device is there")
+            plan = self._planner(
+                shape,
+                self.profiles[candidates],
+                self._backlog_s[candidates],
+                self._counts.get(shape) if whole else None,
+            )
+        except PlanError as error:
+            self._orphans.append((job_id, tile))
+            out.append(JobWaits(job_id, str(error)))
+            return
+        if whole:
+            self._counts[shape] = plan.count
+        self._add(job_id, plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], touched)
+
+    def _add(self, job_id: int, tiles: Integers, devices: Integers, touched: dict[int, None]) -> None:
+        """Queue new blocks of a job, each at its device."""
+        job, first = self.jobs[job_id], len(self.jobs[job_id].state)
+        job.tiles = np.concatenate([job.tiles, tiles]) if first else tiles
+        profiles = self.profiles[devices]
+        cost_s = block_seconds(profiles, tiles[:, 1], tiles[:, 3], job.shape.inner, tiles[:, 5])
+        cost_s -= 2 * profiles["latency_s"]  # latency delays an answer but keeps nothing busy
+        sizes = block_bytes(tiles[:, 1], tiles[:, 3], job.shape.inner, tiles[:, 5])
+        if np.any(sizes > profiles["memory_bytes"]):
+            raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
+        owners = devices.tolist()
+        job.state += [PENDING] * len(tiles)
+        job.device += owners
+        job.cost_s += cost_s.tolist()
+        job.size_bytes += sizes.tolist()
+        job.open += len(tiles)
+        np.add.at(self._backlog_s, devices, cost_s)
+        np.add.at(self._waiting, devices, 1)
+        self._waiting_total += len(tiles)
+        for block, device in enumerate(owners, first):
+            record = self.devices[device]
+            (record.urgent if job.urgent else record.background).append((job_id, block))
+            touched[device] = None
+
+    def _send(self, touched: Iterable[int], out: list[Instruction]) -> None:
+        """Fill each touched device up to its credit; let the idle ones take work from the longest queues."""
+        devices: list[int] = []
+        jobs: list[int] = []
+        blocks: list[int] = []
+        idle: list[int] = []
+
+        def fill(device: int) -> None:
+            record = self.devices[device]
+            while len(record.in_flight) < record.credit_blocks and (queue := record.urgent or record.background):
+                job_id, block = queue[0]
+                job = self.jobs[job_id]
+                if record.in_flight_bytes + job.size_bytes[block] > record.memory_bytes:
+                    break
+                queue.popleft()
+                job.state[block] = IN_FLIGHT
+                record.in_flight.add((job_id, block))
+                record.in_flight_bytes += job.size_bytes[block]
+                self._waiting[device] -= 1
+                self._waiting_total -= 1
+                devices.append(device)
+                jobs.append(job_id)
+                blocks.append(block)
+
+        for device in touched:
+            fill(device)
+            if self._waiting_total and self.devices[device].idle and self.devices[device].alive:
+                idle.append(device)
+        for device in idle[:THEFTS_A_TURN]:
+            if self._waiting_total and self._steal(device):
+                fill(device)
+        if devices:
+            out.append(SendBlocks(devices, jobs, blocks))
+
+    def _steal(self, thief: int) -> bool:
+        """Move the last block of the longest queue to an idle device that would return it sooner."""
+        victim = int(self._waiting.argmax())
+        queues = self.devices[victim]
+        queue = queues.urgent or queues.background
+        if not queue or self.devices[thief].refusals > REFUSALS_ALLOWED:
+            return False
+        job_id, block = queue[-1]
+        job = self.jobs[job_id]
+        if job.size_bytes[block] > self.devices[thief].memory_bytes:
+            return False
+        _, batches, _, rows, _, columns = job.tiles[block].tolist()
+        profile = self.profiles[thief : thief + 1]
+        alone_s = float(block_seconds(profile, batches, rows, job.shape.inner, columns)[0])
+        if alone_s >= self._backlog_s[victim]:
+            return False
+        queue.pop()
+        self._waiting[victim] -= 1
+        self._backlog_s[victim] -= job.cost_s[block]
+        job.device[block] = thief
+        job.cost_s[block] = alone_s - 2 * float(profile["latency_s"][0])
+        self._backlog_s[thief] += job.cost_s[block]
+        self._waiting[thief] += 1
+        (self.devices[thief].urgent if job.urgent else self.devices[thief].background).append((job_id, block))
+        return True
+
+    # ---- for tests
+
+    def check(self) -> None:
+        """Raise InvariantBroken if the state contradicts the promises at the top of this file. Slow: for tests."""
+        where: dict[tuple[int, int], list[str]] = {}
+        for index, record in enumerate(self.devices):
+            for key in record.in_flight:
+                where.setdefault(key, []).append(f"in flight on {index}")
+            for key in (*record.urgent, *record.background):
+                where.setdefault(key, []).append(f"queued at {index}")
+            held = sum(self.jobs[j].size_bytes[b] for j, b in record.in_flight)
+            if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
+                raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")
+            if held > record.memory_bytes:
+                raise InvariantBroken(f"device {index} holds {held} bytes, more than its {record.memory_bytes}")
+            if len(record.urgent) + len(record.background) != self._waiting[index]:
+                raise InvariantBroken(f"device {index}: {self._waiting[index]} waiting counted, {record}")
+            if not record.alive and not record.idle:
+                raise InvariantBroken(f"device {index} left and still has work: {record}")
+        for job_id, job in self.jobs.items():
+            cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
+            orphans = [tile[0] for owner, tile in self._orphans if owner == job_id]
+            live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT]
+            for b, bs, r, rs, c, cs in (*live, *orphans):
+                cover[b : b + bs, r : r + rs, c : c + cs] += 1
+            if (cover != 1).any():
+                raise InvariantBroken(f"job {job_id}: {int((cover != 1).sum())} cells not covered exactly once")
+            for block, state in enumerate(job.state):
+                places = where.pop((job_id, block), [])
+                expected = {PENDING: f"queued at {job.device[block]}", IN_FLIGHT: f"in flight on {job.device[block]}"}
+                if places != ([expected[state]] if state in expected else []):
+                    raise InvariantBroken(f"job {job_id} block {block} in state {state} is {places}")
+        if where:
+            raise InvariantBroken(f"blocks of jobs that are over: {where}")

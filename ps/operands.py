@@ -1,0 +1,139 @@
+"""Operands on their way out: which piece of which operand a connection needs, packed once, sent as it lies.
+
+A piece is a range of an operand's rows (or of its batch). A connection gets a cell of an operand at most once, however
+many of its devices need it, unless work was cut anew across pieces it holds. Pure: sockets are the server's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE
+from ps.planner import Integers
+
+Array = NDArray[np.float32]
+Range = tuple[int, int, int, int]  # batch from, to; outer from, to
+
+MESSAGE_BYTES = 8 << 20  # operands of a message, about: small enough that a device computes while the next one arrives
+
+MESSAGE_PIECES = 250  # below wire.MAX_FRAMES
+
+
+class Operand:
+    """One factor of a product, seen as [batch, outer, inner]; `outer` is rows of the left or columns of the right."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        item = array.itemsize
+        self.layout = INNER_MAJOR if array.strides[1] == item and array.strides[2] != item else OUTER_MAJOR
+        self._packed: dict[Range, Array] = {}
+
+    def piece(self, key: Range) -> Array:
+        """[batch0:batch1, outer0:outer1] as contiguous memory: the operand's own where it can be, else packed once."""
+        if (packed := self._packed.get(key)) is None:
+            view = self.array[key[0] : key[1], key[2] : key[3]]
+            if self.layout == INNER_MAJOR:
+                view = view.transpose(0, 2, 1)
+            packed = self._packed[key] = np.ascontiguousarray(view)
+        return packed
+
+
+@dataclass(slots=True)
+class Held:
+    """The pieces of one job that one connection has: ids and ranges [p, 4], for the left and the right operand."""
+
+    ids: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    ranges: tuple[list[Range], list[Range]] = field(default_factory=lambda: ([], []))
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one WORK message carries, apart from its stamp."""
+
+    pieces: NDArray[np.void]
+    blocks: NDArray[np.void]
+    data: list[Array]
+
+
+def parcels(
+    job: int,
+    operands: tuple[Operand, Operand],
+    tiles: Integers,
+    blocks: Integers,
+    devices: Integers,
+    held: Held,
+    next_piece: int,
+) -> tuple[list[Parcel], int]:
+    """Messages that bring these blocks to one connection; `held` learns the new pieces. Also the next free piece id."""
+    inner = operands[0].array.shape[2]
+    fresh_bytes = 4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])
+    group = np.cumsum(fresh_bytes) // MESSAGE_BYTES if fresh_bytes.sum() > MESSAGE_BYTES else np.zeros(len(tiles), int)
+    todo = np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(group)) + 1)[::-1]
+    out = []
+    while todo:
+        part = todo.pop()
+        batch, batches, row, rows, column, columns = tiles[part].T
+        wanted = (
+            np.column_stack([batch, batch + batches, row, row + rows]),
+            np.column_stack([batch, batch + batches, column, column + columns]),
+        )
+        fresh = [merged(w[locate(w, held.ranges[side]) < 0]) for side, w in enumerate(wanted)]
+        if len(fresh[0]) + len(fresh[1]) > MESSAGE_PIECES and len(part) > 1:
+            todo += [part[len(part) // 2 :], part[: len(part) // 2]]
+            continue
+        table = np.empty(len(part), BLOCK)
+        table["device"], table["job"], table["block"] = devices[part], job, blocks[part]
+        table["batch"], table["rows"], table["columns"] = batches, rows, columns
+        pieces: list[tuple[int, int, int, int, int, int]] = []
+        data: list[Array] = []
+        for side, name in enumerate(("left", "right")):
+            for key in fresh[side]:
+                pieces.append((next_piece, operands[side].layout, job, key[1] - key[0], key[3] - key[2], inner))
+                data.append(operands[side].piece(key))
+                held.ids[side].append(next_piece)
+                held.ranges[side].append(key)
+                next_piece += 1
+            source = locate(wanted[side], held.ranges[side])
+            start = np.array(held.ranges[side])[source]
+            table[name] = np.array(held.ids[side])[source]
+            table[f"{name}_batch"] = wanted[side][:, 0] - start[:, 0]
+            table[f"{name}_outer"] = wanted[side][:, 2] - start[:, 2]
+        out.append(Parcel(np.array(pieces, dtype=PIECE), table, data))
+    return out, next_piece
+
+
+def locate(wanted: Integers, ranges: list[Range]) -> Integers:
+    """For each wanted range, the index of one that contains it, or -1."""
+    if not ranges:
+        return np.full(len(wanted), -1)
+    have = np.array(ranges)[:, None, :]
+    inside = (
+        (have[..., 0] <= wanted[:, 0])
+        & (have[..., 1] >= wanted[:, 1])
+        & (have[..., 2] <= wanted[:, 2])
+        & (have[..., 3] >= wanted[:, 3])
+    )
+    return np.where(inside.any(axis=0), inside.argmax(axis=0), -1)
+
+
+def merged(wanted: Integers) -> list[Range]:
+    """Ranges that contain all wanted ones and nothing else: what overlaps or touches is joined, first along the rows
+    of a batch entry, then along the batch among ranges with the same rows."""
+    ranges = {(r[0], r[1], r[2], r[3]) for r in wanted.tolist()}
+    by_rows = _joined(sorted((b0, b1, lo, hi) for b0, b1, lo, hi in ranges))
+    by_batch = _joined(sorted((lo, hi, b0, b1) for b0, b1, lo, hi in by_rows))
+    return [(b0, b1, lo, hi) for lo, hi, b0, b1 in by_batch]
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """Sorted ranges (same, same, low, high), those that overlap or touch joined where the first two agree."""
+    out: list[Range] = []
+    for one, two, low, high in ranges:
+        if out and out[-1][:2] == (one, two) and low <= out[-1][3]:
+            out[-1] = (one, two, out[-1][2], max(out[-1][3], high))
+        else:
+            out.append((one, two, low, high))
+    return out

@@ -1,0 +1,66 @@
+"""What happened to every block, kept as columns: cheap while the run goes on, joined into one table at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planner import Integers, Shape
+
+
+class Records:
+    def __init__(self) -> None:
+        self._answers: list[NDArray[np.void]] = []
+        self._received_ns: list[int] = []
+        self._jobs: dict[int, tuple[str, int, int, Integers, NDArray[np.uint64]]] = {}
+
+    def answered(self, answers: NDArray[np.void], received_ns: int) -> None:
+        """Answers that were accepted, `device` being the server's id."""
+        self._answers.append(answers)
+        self._received_ns.append(received_ns)
+
+    def finished(
+        self, job: int, name: str, step: int, shape: Shape, tiles: Integers, sent_ns: NDArray[np.uint64]
+    ) -> None:
+        self._jobs[job] = (name, step, shape.inner, tiles, sent_ns)
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """One row a block, in the order of arrival; times in seconds since the first block was sent."""
+        answers = np.concatenate(self._answers) if self._answers else np.empty(0, dtype=[("job", "<u8")])
+        if not len(answers):
+            return {}
+        received_ns = np.repeat(np.array(self._received_ns, np.uint64), [len(a) for a in self._answers])
+        known = np.isin(answers["job"], np.fromiter(self._jobs, np.uint64, len(self._jobs)))
+        answers, received_ns = answers[known], received_ns[known]
+        jobs, position = np.unique(answers["job"], return_inverse=True)
+        offset = np.cumsum([0] + [len(self._jobs[j][3]) for j in jobs.tolist()])
+        row = offset[position] + answers["block"]
+        tiles = np.concatenate([self._jobs[j][3] for j in jobs.tolist()])[row]
+        sent_ns = np.concatenate([self._jobs[j][4] for j in jobs.tolist()])[row]
+        start_ns = sent_ns.min()
+
+        def seconds(stamp: NDArray[np.uint64]) -> NDArray[np.float64]:
+            return (stamp.astype(np.int64) - np.int64(start_ns)) / 1e9
+
+        of_job = [self._jobs[j] for j in jobs.tolist()]
+        due_ns = answers["due_ns"]
+        return {
+            "step": np.array([j[1] for j in of_job], np.int32)[position],
+            "product": np.array([j[0] for j in of_job])[position],
+            "job": answers["job"].astype(np.int64),
+            "block": answers["block"].astype(np.int32),
+            "device": answers["device"].astype(np.int32),
+            "batch": tiles[:, 0].astype(np.int32),
+            "batches": tiles[:, 1].astype(np.int32),
+            "row": tiles[:, 2].astype(np.int32),
+            "rows": tiles[:, 3].astype(np.int32),
+            "column": tiles[:, 4].astype(np.int32),
+            "columns": tiles[:, 5].astype(np.int32),
+            "inner": np.array([j[2] for j in of_job], np.int32)[position],
+            "sent_s": seconds(sent_ns),
+            "due_s": np.where(due_ns > 0, seconds(due_ns), np.nan),
+            "received_s": seconds(received_ns),
+            "compute_s": answers["compute_s"].astype(np.float64),
+        }

@@ -1,0 +1,499 @@
+"""The ZeroMQ shell around the dispatcher: one ROUTER, one thread.
+
+Messages become events, instructions become messages. Operands leave zero-copy from where they lie; answers are written
+straight into the product's output. Other threads only submit products and wait for devices.
+
+Assumes that an operand is not changed between `submit` and `done`: what is on its way is a view of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from agent.connection import SILENT_AFTER
+from agent.errors import Failure, UserError
+from agent.wire import (
+    BLOCK,
+    DONE,
+    MAX_FRAME_BYTES,
+    PIECE,
+    Frame,
+    Goodbye,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Refused,
+    Result,
+    VersionMismatch,
+    Welcome,
+    WireError,
+    Work,
+    decode,
+    encode,
+)
+from ps.dispatcher import (
+    AcceptBlocks,
+    BlocksFailed,
+    BlocksReturned,
+    DevicesJoined,
+    DevicesLeft,
+    Dispatcher,
+    Event,
+    Instruction,
+    Job,
+    JobFinished,
+    JobSubmitted,
+    JobWaits,
+    SendBlocks,
+    SuspendDevice,
+)
+from ps.operands import Held, Operand, parcels
+from ps.planner import Plan, Shape, plan
+from ps.records import Records
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
+
+
+class ServerError(Failure):
+    """The server has stopped; the text says why."""
+
+
+class AddressError(UserError):
+    """The server cannot listen where it was asked to."""
+
+
+@dataclass(slots=True)
+class Product:
+    """A job as its submitter sees it. `done` is called in the server's thread when `out` is complete."""
+
+    left: Operand
+    right: Operand
+    out: NDArray[np.float32]
+    done: Callable[[], None]
+    name: str = "product"
+    step: int = 0
+    urgent: bool = True
+    plan: Plan | None = None
+
+    @property
+    def shape(self) -> Shape:
+        batch, rows, inner = self.left.array.shape
+        return Shape(batch, rows, inner, self.right.array.shape[1])
+
+
+@dataclass(slots=True)
+class Live:
+    """A job under way."""
+
+    product: Product
+    job: Job  # the dispatcher's record of it
+    sent_ns: NDArray[np.uint64]
+    holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
+
+
+@dataclass(slots=True)
+class Peer:
+    """A connection: a phone, or a pod with many devices."""
+
+    identity: bytes
+    first: int
+    count: int
+    heard_s: float
+    about: dict[str, str]
+    held: dict[int, Held] = field(default_factory=dict)
+    next_piece: int = 0
+    released: list[int] = field(default_factory=list)
+    outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ would not take yet; bounded by credit
+
+
+@dataclass(slots=True)
+class Totals:
+    blocks: int = 0
+    flops: int = 0
+    operand_bytes: int = 0  # what devices downloaded, each slab charged to every device that needs it
+    result_bytes: int = 0
+    sent_bytes: int = 0  # what really went through the sockets: a slab once a connection
+    lost_devices: int = 0
+    dropped_messages: int = 0
+
+
+class Server:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, run: str = "run", heartbeat_s: float = HEARTBEAT_S
+    ) -> None:
+        self.totals = Totals()
+        self.records = Records()
+        self.labels: list[str] = []  # one a device, by id
+        self.notice: Callable[[str], None] = log.warning
+        self.error: BaseException | None = None
+        self._run, self._heartbeat_s = run, heartbeat_s
+        self._dispatcher = Dispatcher(plan)
+        self._jobs: dict[int, Live] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._peer_of: list[Peer] = []  # by device id
+        self._submitted: deque[Product] = deque()
+        self._next_job = 0
+        self._alive = 0
+        self._joined = threading.Condition()
+        self._complained: set[bytes] = set()
+        self._stopping = False
+        self._goodbye = ""
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
+        raise_file_limit()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, 1 << 16)
+        self._router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.RCVHWM, 0),  # bounded by credit
+            (zmq.BACKLOG, 8192),
+            (zmq.LINGER, 1000),
+        ):
+            self._router.setsockopt(option, value)
+        try:
+            self._router.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._router.close()
+            self._context.term()
+            raise AddressError(
+                f"cannot listen on {host} port {port}: {zmq.strerror(error.errno or 0)}. "
+                "Another server may be using it: stop that one, or take port 0 to get any free port"
+            ) from None
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
+
+    # ---- for other threads
+
+    def start(self) -> Server:
+        self._thread.start()
+        return self
+
+    def stop(self, reason: str = "the run is over") -> None:
+        """Tell the devices, and end. Safe to call twice."""
+        self._goodbye = reason
+        self._stopping = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def submit(self, product: Product) -> None:
+        if self.error is not None:
+            raise ServerError(f"the server has stopped: {self.error}")
+        self._submitted.append(product)
+        self._wake()
+
+    @property
+    def devices(self) -> int:
+        """How many devices are there now."""
+        return self._alive
+
+    def wait_for_devices(self, count: int, timeout_s: float) -> bool:
+        with self._joined:
+            return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: the server is about to wake anyway
+            self._wake_write.send(b"!")
+
+    # ---- the server's thread
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            log.exception("the server's thread failed")
+            self.error = error
+        finally:
+            with self._joined:
+                self._joined.notify_all()
+            for live in list(self._jobs.values()):
+                live.product.done()  # whoever waits finds `error` set
+            self._router.close()
+            self._context.term()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while not self._stopping:
+            stuck = any(peer.outbox for peer in self._peers.values())
+            timeout_s = 0.001 if stuck else max(0.0, next_beat - time.monotonic())
+            ready = dict(poller.poll(int(timeout_s * 1000) + 1))
+            if self._wake_read.fileno() in ready:
+                self._wake_read.recv(4096)
+            while self._submitted:
+                self._begin(self._submitted.popleft())
+            if self._router in ready:
+                for _ in range(MESSAGES_A_TURN):
+                    try:
+                        frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                    except zmq.Again:
+                        break
+                    self._receive(bytes(frames[0].buffer), frames[1:])
+                    while self._submitted:
+                        self._begin(self._submitted.popleft())
+            if stuck:
+                for peer in list(self._peers.values()):
+                    self._drain(peer)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self._heartbeat_s
+                self._beat()
+        for peer in list(self._peers.values()):
+            self._send(peer, Goodbye(self._goodbye))
+
+    def _beat(self) -> None:
+        """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence."""
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if now - peer.heard_s > SILENT_AFTER * self._heartbeat_s:
+                self._lose(peer, "silent")
+                continue
+            message: Message = Heartbeat()
+            if peer.released:
+                released, peer.released = np.array(peer.released, "<u8"), []
+                message = Work(time.monotonic_ns(), released, np.empty(0, PIECE), np.empty(0, BLOCK), [])
+            if not self._send(peer, message):
+                self._lose(peer, "its connection is gone")
+
+    def _receive(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        peer = self._peers.get(identity)
+        try:
+            message = decode(frames)
+            if peer is not None:
+                peer.heard_s = time.monotonic()
+            match message:
+                case Result() if peer is not None:
+                    self._answers(peer, message)
+                case Heartbeat() if peer is not None:
+                    pass
+                case Join() if peer is None:
+                    self._join(identity, message)
+                case Leave() if peer is not None:
+                    self._leave(peer, message)
+                case _ if peer is None:
+                    self._reply(identity, Refused("this server does not know you: join first", final=False))
+                case _:
+                    raise WireError(f"a device may not send {type(message).__name__} here")
+        except WireError as error:
+            self.totals.dropped_messages += 1
+            if identity not in self._complained:
+                self._complained.add(identity)
+                self.notice(f"dropped a message that makes no sense: {error}")
+            final = isinstance(error, VersionMismatch)
+            self._reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
+
+    def _join(self, identity: bytes, message: Join) -> None:
+        first = len(self._peer_of)
+        peer = Peer(identity, first, len(message.profiles), time.monotonic(), message.about)
+        self._peers[identity] = peer
+        self._peer_of += [peer] * peer.count
+        self.labels += message.labels
+        self._send(peer, Welcome(self._heartbeat_s, self._run))
+        self._handle(DevicesJoined(first, message.profiles))
+        with self._joined:
+            self._alive += peer.count
+            self._joined.notify_all()
+
+    def _leave(self, peer: Peer, message: Leave) -> None:
+        if np.any(message.devices >= peer.count):
+            raise WireError("a device that does not exist cannot leave")
+        gone = [d for d in (peer.first + message.devices.astype(int)).tolist() if self._dispatcher.devices[d].alive]
+        self._forget(gone)
+        if not any(self._dispatcher.devices[peer.first + i].alive for i in range(peer.count)):
+            self._peers.pop(peer.identity, None)
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        if self._peers.pop(peer.identity, None) is None:
+            return
+        gone = [d for d in range(peer.first, peer.first + peer.count) if self._dispatcher.devices[d].alive]
+        self.totals.lost_devices += len(gone)
+        what = self.labels[gone[0]] if len(gone) == 1 else f"{len(gone)} devices"
+        self.notice(f"lost {what} ({reason}): their blocks go to the others")
+        self._forget(gone)
+
+    def _forget(self, devices: list[int]) -> None:
+        with self._joined:
+            self._alive -= len(devices)
+        self._handle(DevicesLeft(devices))
+
+    def _begin(self, product: Product) -> None:
+        job = self._next_job
+        self._next_job += 1
+        instructions = self._dispatcher.handle(JobSubmitted(job, product.shape, product.urgent, product.plan))
+        self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
+        self._carry_out(instructions)
+
+    def _answers(self, peer: Peer, message: Result) -> None:
+        received_ns = time.monotonic_ns()
+        answers = message.answers.copy()
+        if np.any(answers["device"] >= peer.count):
+            raise WireError("an answer names a device that is not there")
+        answers["device"] += peer.first
+        cells = np.frombuffer(message.data, np.float32)
+        ends = np.cumsum(answers["cells"], dtype=np.int64)
+        good = answers["status"] == DONE
+        if not good.all():
+            bad = answers[~good]
+            self._handle(BlocksFailed(bad["device"].tolist(), bad["job"].tolist(), bad["block"].tolist()))
+            answers, ends = answers[good], ends[good]
+        tiles = np.zeros((len(answers), 6), np.int64)
+        inner = np.zeros(len(answers), np.int64)
+        for job in np.unique(answers["job"]).tolist():
+            live = self._jobs.get(job)
+            if live is None:
+                continue  # an answer to a finished job: the dispatcher will not count it
+            mine = answers["job"] == job
+            blocks = answers["block"][mine]
+            if np.any(blocks >= len(live.job.tiles)):
+                raise WireError(f"an answer names a block that job {job} does not have")
+            tiles[mine] = live.job.tiles[blocks]
+            inner[mine] = live.product.shape.inner
+            if np.any(tiles[mine][:, 1::2].prod(axis=1) != answers["cells"][mine]):
+                raise WireError(f"an answer to job {job} does not have the size of its block")
+        event = BlocksReturned(answers["device"].tolist(), answers["job"].tolist(), answers["block"].tolist())
+        starts = (ends - answers["cells"]).tolist()
+
+        def accept(positions: list[int]) -> None:
+            rows = tiles.tolist()
+            for position in positions:
+                b, bs, r, rs, c, cs = rows[position]
+                start = starts[position]
+                block = cells[start : start + bs * rs * cs].reshape(bs, rs, cs)
+                self._jobs[event.jobs[position]].product.out[b : b + bs, r : r + rs, c : c + cs] = block
+            taken = answers[positions]
+            self.totals.blocks += len(positions)
+            self.totals.flops += int((2 * inner[positions] * taken["cells"]).sum())
+            self.totals.result_bytes += 4 * int(taken["cells"].sum())
+            self.records.answered(taken, received_ns)
+
+        self._handle(event, accept)
+
+    # ---- instructions
+
+    def _handle(self, event: Event, accept: Callable[[list[int]], None] | None = None) -> None:
+        self._carry_out(self._dispatcher.handle(event), accept)
+
+    def _carry_out(self, instructions: list[Instruction], accept: Callable[[list[int]], None] | None = None) -> None:
+        """Do as the dispatcher says, in its order."""
+        for instruction in instructions:
+            match instruction:
+                case AcceptBlocks(positions=positions):
+                    assert accept is not None, "only answers can be accepted"
+                    accept(positions)
+                case SendBlocks():
+                    self._send_blocks(instruction)
+                case JobFinished(job=job):
+                    self._finish(job)
+                case JobWaits(job=job, reason=reason):
+                    self.notice(f"{self._jobs[job].product.name} waits: {reason}")
+                case SuspendDevice(device=device, reason=reason):
+                    self.notice(f"suspended {self.labels[device]}: {reason}")
+                    with self._joined:
+                        self._alive -= 1
+
+    def _finish(self, job: int) -> None:
+        live = self._jobs.pop(job)
+        for identity in live.holders:
+            if (peer := self._peers.get(identity)) is not None:
+                peer.held.pop(job, None)
+                peer.released.append(job)
+        product = live.product
+        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.sent_ns)
+        product.done()
+
+    def _send_blocks(self, instruction: SendBlocks) -> None:
+        """Group by connection and job, pack, send."""
+        groups: dict[tuple[bytes, int], tuple[list[int], list[int]]] = {}
+        for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
+            group = groups.setdefault((self._peer_of[device].identity, job), ([], []))
+            group[0].append(device)
+            group[1].append(block)
+        dead: list[Peer] = []
+        for (identity, job), (devices, blocks) in groups.items():
+            peer = self._peers.get(identity)
+            if peer is None:
+                continue  # lost a moment ago; the dispatcher hears of it next
+            live = self._jobs[job]
+            index = np.array(blocks)
+            tiles = live.job.tiles[index]
+            product = live.product
+            messages, peer.next_piece = parcels(
+                job,
+                (product.left, product.right),
+                tiles,
+                index,
+                np.array(devices) - peer.first,
+                peer.held.setdefault(job, Held()),
+                peer.next_piece,
+            )
+            live.holders.add(identity)
+            if len(live.sent_ns) < len(live.job.tiles):
+                live.sent_ns = np.concatenate(
+                    [live.sent_ns, np.zeros(len(live.job.tiles) - len(live.sent_ns), np.uint64)]
+                )
+            self.totals.operand_bytes += (
+                4 * product.shape.inner * int((tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])).sum())
+            )
+            for parcel in messages:
+                stamp_ns = time.monotonic_ns()
+                live.sent_ns[parcel.blocks["block"]] = stamp_ns
+                self.totals.sent_bytes += sum(d.nbytes for d in parcel.data)
+                released, peer.released = np.array(peer.released, "<u8"), []
+                work = Work(stamp_ns, released, parcel.pieces, parcel.blocks, list(parcel.data))
+                if not self._send(peer, work):
+                    dead.append(peer)
+                    break
+        for peer in dead:
+            self._lose(peer, "its connection is gone")
+
+    def _send(self, peer: Peer, message: Message) -> bool:
+        """False if the peer is gone. What ZeroMQ does not take now waits in the outbox."""
+        peer.outbox.append(encode(message))
+        return self._drain(peer)
+
+    def _drain(self, peer: Peer) -> bool:
+        while peer.outbox:
+            try:
+                self._router.send_multipart([peer.identity, *peer.outbox[0]], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    return False
+                raise
+            peer.outbox.popleft()
+        return True
+
+    def _reply(self, identity: bytes, message: Message) -> None:
+        """To somebody who is not a peer: if it cannot be delivered now, nobody is owed it."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._router.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
+
+
+def raise_file_limit() -> None:
+    """A connection is a file: allow as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

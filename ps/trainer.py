@@ -1,0 +1,45 @@
+"""The training loop, the same for plain PyTorch and for the fleet: only the callable differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    number: int  # from 1
+    loss: float
+    seconds: float
+
+
+def train(
+    model: torch.nn.Module,
+    forward: Callable[..., Any],
+    batches: Iterable[torch.Tensor],
+    *,
+    seed: int,
+    learning_rate: float,
+    weight_decay: float,
+    before_step: Callable[[int], None] = lambda number: None,
+    after_step: Callable[[Step], None] = lambda step: None,
+) -> list[Step]:
+    """`forward` is the model itself, or the model distributed (ps.capture.distribute)."""
+    torch.manual_seed(seed)  # dropout draws the same numbers in both runs
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    steps = []
+    for number, tokens in enumerate(batches, start=1):
+        before_step(number)
+        begun = time.perf_counter()
+        loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(Step(number, loss.item(), time.perf_counter() - begun))
+        after_step(steps[-1])
+    return steps

@@ -1,0 +1,1 @@
+"""Scenarios, the cleave command, launching and results."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the data plane, the training step and the emulator."""

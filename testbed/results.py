@@ -1,0 +1,186 @@
+"""The results folder of a run: files that one line of pandas or duckdb reads, and a summary for people. No pickle."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from agent.units import format_duration, format_size
+
+RESULTS_VERSION = 1
+
+
+@dataclass(slots=True)
+class Summary:
+    """summary.json. Times in seconds, sizes in bytes."""
+
+    name: str
+    model: str
+    parameters: int
+    seed: int
+    devices: int
+    pods: int
+    joined_s: float  # from the start of the first pod until all devices were there
+    steps: int
+    losses: list[float]
+    reference_losses: list[float]
+    loss_max_abs_diff: float
+    weights_max_abs_diff: float
+    step_s: dict[str, float]
+    first_step_s: float
+    products_per_step: int
+    flops_done: int  # by devices
+    flops_reference: int  # counted in the plain PyTorch run
+    blocks: int
+    devices_used: int
+    bytes_down: int  # to devices, each slab charged to every device that needs it
+    bytes_up: int
+    socket_bytes_down: int  # what went through this host's sockets: a slab once a connection
+    lost_devices: int
+    real_devices: dict[str, int]  # not emulated: name -> blocks returned
+    basis: dict[str, int]  # where the figures of the emulated devices come from
+    memory_bytes: int
+    total_s: float
+    fidelity: dict[str, Any]
+    verdict: str
+    reasons: list[str] = field(default_factory=list)
+    version: int = RESULTS_VERSION
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """runs/<time>-<name>, never an existing one."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        folder = parent / f"{stamp}-{name}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"cannot make a folder for the results in {parent}")
+
+
+def environment() -> dict[str, Any]:
+    packages = ("cleave-testbed", "torch", "transformers", "numpy", "pyzmq", "pyarrow", "onnxruntime")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": versions,
+        "command": sys.argv,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+class EventLog:
+    """events.jsonl: one line an event, written as it happens."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._begun = time.monotonic()
+
+    def write(self, event: str, **fields: Any) -> None:
+        record = {"at_s": round(time.monotonic() - self._begun, 6), "event": event, **fields}
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_blocks(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str]) -> None:
+    table = {name: pyarrow.array(values) for name, values in columns.items()}
+    if table:
+        table["device_name"] = pyarrow.DictionaryArray.from_arrays(
+            columns["device"], pyarrow.array(labels, pyarrow.string())
+        )
+        product = table["product"]
+        table["product"] = product.dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+
+
+def write_steps(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["step"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_summary(folder: Path, summary: Summary) -> None:
+    write_json(folder / "summary.json", asdict(summary))
+    with (folder / "summary.txt").open("w", encoding="utf-8") as file:
+        print_summary(Console(file=file, width=110, highlight=False), summary)
+
+
+def print_summary(console: Console, s: Summary) -> None:
+    colour = {"VALID": "green", "DEGRADED": "yellow"}.get(s.verdict, "red")
+    table = Table(title=f"{s.name}: {s.model} on {s.devices:,} devices", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    same = s.flops_done == s.flops_reference
+    rows = [
+        ("verdict", f"[{colour}]{s.verdict}[/{colour}]"),
+        *(("", reason) for reason in s.reasons),
+        ("loss against plain PyTorch", f"largest difference {s.loss_max_abs_diff:.1e} over {s.steps} steps"),
+        ("weights after the last step", f"largest difference {s.weights_max_abs_diff:.1e}"),
+        ("FLOPs done by devices", f"{s.flops_done:,}, {'all' if same else 'NOT all'} of the step's products"),
+        ("seconds a step", f"p50 {s.step_s['p50']:.2f}, p95 {s.step_s['p95']:.2f}"),
+        ("blocks", f"{s.blocks:,} on {s.devices_used:,} devices, {s.products_per_step} products a step"),
+        ("bytes down / up", f"{format_size(s.bytes_down)} / {format_size(s.bytes_up)}"),
+        (
+            "blocks late",
+            f"p50 {1e3 * s.fidelity['late_p50_s']:.1f} ms, p99 {1e3 * s.fidelity['late_p99_s']:.1f} ms; "
+            f"{s.fidelity['stretch']:.3f}x the modelled time",
+        ),
+        ("device figures", ", ".join(f"{count:,} {basis}" for basis, count in s.basis.items()) + "; links modelled"),
+        ("joined", f"all in {format_duration(s.joined_s)}"),
+        ("memory", f"{format_size(s.memory_bytes)}, server and {s.pods} pods"),
+    ]
+    if s.real_devices:
+        rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items())))
+    if s.lost_devices:
+        rows.append(("devices lost", str(s.lost_devices)))
+    for label, text in rows:
+        table.add_row(label, text)
+    console.print(table)
+    curves = Table(title="loss", title_justify="left")
+    for heading in ("step", "devices", "plain PyTorch", "difference"):
+        curves.add_column(heading, justify="right")
+    shown = _some(len(s.losses), 12)
+    for i in shown:
+        one, two = s.losses[i], s.reference_losses[i]
+        curves.add_row(str(i + 1), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
+    console.print(curves)
+
+
+def _some(count: int, most: int) -> list[int]:
+    """All of 0..count-1, or a choice that has the first and the last."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))})

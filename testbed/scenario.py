@@ -1,0 +1,328 @@
+"""Scenario files: one TOML file says what a run trains, on which fleet, over which links.
+
+`load_scenario` reads a file or one of the packaged scenarios, applies `--set key=value`, and checks everything
+against the models below. Whatever is wrong becomes one ScenarioError that names the file and the line, or the
+option, and says what is right; nothing else escapes from here for a user's mistake.
+A relative path counts from the folder of the file that holds it, and from the current folder in an override.
+Whether a model's name is known is checked by the server, which owns the models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from agent.errors import UserError
+from emulator.zoo import load_device, load_network
+from testbed.toml_lines import KeyPath, line_of_each_key, parse_key, split_syntax_error
+
+NO_FLAGS: Mapping[str, str] = MappingProxyType({})
+
+
+class ScenarioError(UserError):
+    """What is wrong with a scenario, where, and what would be right; one line a mistake."""
+
+
+def _existing_file(path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def _existing_file_or_stdlib(path: str) -> str:
+    try:
+        return path if path == "stdlib" else _existing_file(path)
+    except ValueError as error:
+        raise ValueError(f'{error}; give the path of a text file, or "stdlib"') from error
+
+
+def _known_device(name: str) -> str:
+    return load_device(name).name
+
+
+def _known_network(name: str) -> str:
+    return load_network(name).name
+
+
+Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FilePath = Annotated[str, AfterValidator(_existing_file)]
+TextPath = Annotated[str, AfterValidator(_existing_file_or_stdlib)]
+DeviceName = Annotated[str, AfterValidator(_known_device)]
+NetworkName = Annotated[str, AfterValidator(_known_network)]
+
+
+class _Section(BaseModel):
+    # strict: "10" is not a number; a scenario means what it says
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(_Section):
+    name: str | None = Field(default=None, min_length=1)  # a model the server knows
+    config: FilePath | None = None  # or a Hugging Face config.json
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Model:
+        if (self.name is None) == (self.config is None):
+            raise ValueError('give either name = "opt-tiny" or config = "path/to/config.json", one of the two')
+        return self
+
+
+class Data(_Section):
+    text: TextPath = "stdlib"
+    batch: int = Field(default=8, ge=1, le=1_000_000)
+    sequence: int = Field(default=64, ge=2, le=1_000_000)  # a token and the one after it
+
+
+class Training(_Section):
+    steps: int = Field(ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+
+
+class FleetSection(_Section):
+    devices: int = Field(ge=1, le=1_000_000)
+    pods: int | Literal["auto"] = "auto"
+    kinds: dict[DeviceName, Share] = Field(min_length=1)
+    networks: dict[NetworkName, Share] = Field(min_length=1)
+
+    @field_validator("pods", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, pods: object) -> object:
+        if pods == "auto" or (isinstance(pods, int) and not isinstance(pods, bool) and pods >= 1):
+            return pods
+        raise ValueError('it must be "auto" or a whole number of at least 1')  # one message instead of one a type
+
+
+class Links(_Section):
+    kind: Literal["model", "off"] = "model"
+
+
+class ClockSection(_Section):
+    kind: Literal["wall"] = "wall"
+
+
+class Server(_Section):
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=0, ge=0, le=65535)
+
+
+class Launch(_Section):
+    kind: Literal["processes"] = "processes"
+
+
+class Scenario(_Section):
+    name: str = Field(max_length=64)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    model: Model
+    data: Data = Data()
+    training: Training
+    fleet: FleetSection
+    links: Links = Links()
+    clock: ClockSection = ClockSection()
+    server: Server = Server()
+    launch: Launch = Launch()
+
+    @field_validator("name")
+    @classmethod
+    def _fit_for_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError('it names a folder: letters, digits, ".", "_" and "-" only')
+        return name
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def load_scenario(
+    path_or_name: str, overrides: Mapping[str, str] = NO_FLAGS, flags: Mapping[str, str] = NO_FLAGS
+) -> Scenario:
+    """The checked scenario of a TOML file, or of a packaged one by its bare name.
+
+    `overrides` maps dotted keys to values as text ("training.steps" -> "10"), read as TOML where they are TOML and
+    as plain text where not. `flags` says how the user spelled one ("fleet.devices" -> "--devices"); by default an
+    error names `--set fleet.devices`.
+    """
+    file_name, text, folder, default_name = _read(path_or_name)
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line, reason = split_syntax_error(error, text)
+        raise ScenarioError(f"{file_name}, line {line}: {reason}") from None
+    _resolve_paths(values, folder)
+    values.setdefault("name", default_name)
+    origins: dict[KeyPath, str] = {key: f"{file_name}, line {line}" for key, line in line_of_each_key(text).items()}
+    origins[()] = file_name
+    for key, value in overrides.items():
+        _override(values, origins, key, value, flags.get(key, f"--set {key}"))
+    try:
+        return Scenario.model_validate(values)
+    except ValidationError as error:
+        raise ScenarioError("\n".join(_explain_all(error, origins))) from None
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
+    """{"training.steps": "10"} from ["training.steps=10"], as given after --set."""
+    parsed = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ScenarioError(f'--set "{assignment}": write key=value, for example --set training.steps=10')
+        parsed[key.strip()] = value.strip()
+    return parsed
+
+
+def scenario_names() -> list[str]:
+    """The packaged scenarios."""
+    folder = resources.files("testbed") / "scenarios"
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def _read(path_or_name: str) -> tuple[str, str, Path, str]:
+    """File name for messages, text, folder that relative paths start from, name of a scenario that has none."""
+    names = scenario_names()
+    if path_or_name in names:
+        file_name = f"{path_or_name}.toml"
+        packaged = resources.files("testbed") / "scenarios" / file_name
+        return file_name, packaged.read_text(encoding="utf-8"), Path.cwd(), path_or_name
+    path = Path(path_or_name).expanduser()
+    if not path.is_file():
+        looks_like_a_path = path.suffix == ".toml" or len(path.parts) > 1
+        problem = f"there is no file {path_or_name}" if looks_like_a_path else f'unknown scenario "{path_or_name}"'
+        nearest = difflib.get_close_matches(path.name.removesuffix(".toml"), names, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+        raise ScenarioError(f"{problem}; {hint}packaged scenarios: {', '.join(names)}; or give the path of a TOML file")
+    try:
+        return path.name, path.read_text(encoding="utf-8"), path.absolute().parent, path.stem
+    except UnicodeDecodeError:
+        raise ScenarioError(f"{path_or_name} is not a text file in UTF-8; a scenario is a TOML file") from None
+    except OSError as error:
+        raise ScenarioError(f"{path_or_name} cannot be read: {error.strerror}") from None
+
+
+def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    for section, key in (("model", "config"), ("data", "text")):
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str) and table[key] != "stdlib":
+            table[key] = str(folder / Path(table[key]).expanduser())
+
+
+def _override(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: str, flag: str) -> None:
+    path = parse_key(key)
+    if path is None:
+        raise ScenarioError(f"{flag}: this is not a key; write key=value, for example --set training.steps=10")
+    table = values
+    for depth, part in enumerate(path[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ScenarioError(f"{flag}: {'.'.join(path[:depth])} is a value, it has no keys")
+    table[path[-1]] = _parse_value(value)
+    for other, alternative in (("name", "config"), ("config", "name")):
+        if path == ("model", other):
+            table.pop(alternative, None)  # exactly one is allowed: naming one takes the other back
+    _resolve_paths(values, Path.cwd())  # what the file gave is absolute by now
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+    origins[path] = flag
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+# ---------------------------------------------------------------------------------------------------- explaining
+
+
+def _explain_all(error: ValidationError, origins: Mapping[KeyPath, str]) -> list[str]:
+    """One line a mistake; a misspelt key is not told a second time as a missing one."""
+    details = error.errors()
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    meant = {(*loc[:-1], *_nearest_key(str(loc[-1]), loc[:-1])) for loc in unknown}
+    return [
+        _explain(detail, origins) for detail in details if detail["type"] != "missing" or detail["loc"] not in meant
+    ]
+
+
+def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
+    """One line for one of pydantic's complaints."""
+    path: KeyPath = tuple(str(part) for part in detail["loc"] if part != "[key]")
+    where = next(origins[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in origins)
+    key, table = (path[-1] if path else ""), path[:-1]
+    inside = f"in [{'.'.join(table)}]" if table else "at the top"
+    match detail["type"]:
+        case "extra_forbidden":
+            return f'{where}: unknown key "{key}" {inside}{_suggest(key, table)}'
+        case "missing":
+            return f"{where}: [{key}] is missing" if _fields_of(path) else f'{where}: key "{key}" is missing {inside}'
+        case "value_error":
+            problem = str(detail["ctx"]["error"])
+        case "model_type":
+            problem = f"it must be a table, [{'.'.join(path)}]"
+        case _:
+            problem = str(detail["msg"]).replace("Input should be", "it must be").replace("'", '"')
+    value = detail["input"]
+    if "[key]" in detail["loc"] or isinstance(value, (dict, BaseModel)):
+        return f"{where}: {problem}"
+    return f'{where}: "{key}" {inside} is {json.dumps(value, default=str, ensure_ascii=False)}; {problem}'
+
+
+def _suggest(key: str, table: KeyPath) -> str:
+    nearest = _nearest_key(key, table)
+    if nearest:
+        return f'; did you mean "{nearest[0]}"?'
+    homes = [section for section in Scenario.model_fields if key in _fields_of((section,))]
+    if homes:
+        return f"; it belongs in [{homes[0]}]"
+    return f"; known keys: {', '.join(_fields_of(table))}"
+
+
+def _nearest_key(key: str, table: Iterable[object]) -> list[str]:
+    return difflib.get_close_matches(key, _fields_of(table), n=1)
+
+
+def _fields_of(table: Iterable[object]) -> list[str]:
+    """The keys that a table may have; none where its keys are names of the user's choice."""
+    section: Any = Scenario
+    for part in table:
+        section = section.model_fields[part].annotation
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def dump_scenario(scenario: Scenario) -> str:
+    """The resolved scenario as TOML: every key present, loads back to the same scenario."""
+    return "\n".join(_lines(scenario.model_dump(exclude_none=True), ())) + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: KeyPath) -> Iterable[str]:
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            yield f"{_quote_key(key)} = {_quote(value)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield f"\n[{'.'.join(_quote_key(part) for part in (*path, key))}]"
+            yield from _lines(value, (*path, key))
+
+
+def _quote_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
+
+
+def _quote(value: str | float) -> str:
+    if isinstance(value, str):  # JSON's text is TOML's, except that TOML wants DEL escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,57 @@
+"""On which line of a TOML text a key stands: for error messages, because tomllib does not keep it.
+
+A scan line by line, not a second parser: it follows table headers and `key = value`, and gives up quietly on what it
+does not understand (keys inside inline tables, text inside multi-line strings). A missing or odd line number makes a
+message a little worse, never a result wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+KeyPath = tuple[str, ...]
+
+_HEADER = re.compile(r"\s*\[(?P<key>[^\[\]]+)\]\s*(#.*)?")
+_ASSIGNMENT = re.compile(r"""\s*(?P<key>(?:[A-Za-z0-9_.\s-]|"[^"]*"|'[^']*')+?)\s*=""")
+_PLACE = re.compile(r"\s*\(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
+
+
+def parse_key(text: str) -> KeyPath | None:
+    """("fleet", "kinds") from "fleet.kinds", quoted parts allowed; None if it is no key."""
+    try:
+        table: Any = tomllib.loads(f"{text} = 0")
+    except tomllib.TOMLDecodeError:
+        return None
+    path = []
+    while isinstance(table, dict):
+        if len(table) != 1:
+            return None
+        (part, table), *_ = table.items()
+        path.append(part)
+    return tuple(path)
+
+
+def line_of_each_key(text: str) -> dict[KeyPath, int]:
+    """Line number, from 1, of every key and table header found; the first place counts."""
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for number, line in enumerate(text.split("\n"), start=1):
+        if header := _HEADER.fullmatch(line.rstrip("\r")):
+            table = parse_key(header["key"]) or ()
+            lines.setdefault(table, number)
+        elif (assignment := _ASSIGNMENT.match(line)) and (key := parse_key(assignment["key"])):
+            lines.setdefault(table + key, number)
+    lines.pop((), None)
+    return lines
+
+
+def split_syntax_error(error: tomllib.TOMLDecodeError, text: str) -> tuple[int, str]:
+    """Line and reason of tomllib's complaint, which has the line only inside its sentence."""
+    message = str(error)
+    place = _PLACE.search(message)
+    last_line = text.rstrip("\n").count("\n") + 1
+    line = int(place["line"]) if place and place["line"] else last_line
+    reason = _PLACE.sub("", message)
+    return line, reason[:1].lower() + reason[1:]

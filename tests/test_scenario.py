@@ -1,0 +1,246 @@
+"""Promises of testbed.scenario: what is right loads, and what is wrong is told with its place and its remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from emulator.fleet import draw_fleet
+from testbed.scenario import (
+    Scenario,
+    ScenarioError,
+    dump_scenario,
+    load_scenario,
+    parse_assignments,
+    scenario_names,
+)
+from testbed.toml_lines import line_of_each_key, parse_key
+
+QUICKSTART = (resources.files("testbed") / "scenarios" / "quickstart.toml").read_text(encoding="utf-8")
+
+
+def write(folder: Path, old: str = "", new: str = "") -> Path:
+    """The quickstart with one change, as mine.toml."""
+    assert old in QUICKSTART
+    path = folder / "mine.toml"
+    path.write_text(QUICKSTART.replace(old, new, 1) if old else QUICKSTART, encoding="utf-8")
+    return path
+
+
+def line_of(text: str) -> int:
+    return QUICKSTART[: QUICKSTART.index(text)].count("\n") + 1
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_every_packaged_scenario_loads_and_its_fleet_can_be_drawn(name: str) -> None:
+    scenario = load_scenario(name)
+    assert scenario.name == name
+    assert scenario.fleet.devices >= 1000
+    assert scenario.training.steps >= 5
+    draw_fleet(10, scenario.fleet.kinds, scenario.fleet.networks, scenario.seed)
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_every_key_of_a_packaged_scenario_has_a_comment(name: str) -> None:
+    text = (resources.files("testbed") / "scenarios" / f"{name}.toml").read_text(encoding="utf-8")
+    bare = [line for line in text.splitlines() if re.match(r"\S+ = ", line) and " # " not in line]
+    assert not bare
+
+
+def test_a_scenario_is_found_by_its_path(tmp_path: Path) -> None:
+    assert load_scenario(str(write(tmp_path))).fleet.devices == 1000
+
+
+def test_an_unknown_scenario_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(ScenarioError, match='unknown scenario "quikstart"; did you mean quickstart'):
+        load_scenario("quikstart")
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ScenarioError, match=r"there is no file nowhere/x\.toml"):
+        load_scenario("nowhere/x.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "message"),
+    [
+        ("devices = 1000", "devcies = 1000", "devices = ", 'unknown key "devcies" in [fleet]; did you mean "devices"?'),
+        ("seed = 1", "devices = 1", "seed = ", 'unknown key "devices" at the top; it belongs in [fleet]'),
+        ("[links]", "[lnks]", "[links]", 'unknown key "lnks" at the top; did you mean "links"?'),
+        ("devices = 1000", "devices = 0", "devices = ", '"devices" in [fleet] is 0; it must be greater than or equal'),
+        ("devices = 1000", 'devices = "10"', "devices = ", '"devices" in [fleet] is "10"; it must be a valid integer'),
+        ("devices = 1000", "devices = ", "devices = ", "invalid value"),
+        ('pods = "auto"', "pods = 0", "pods = ", 'it must be "auto" or a whole number'),
+        ("steps = 6", "", "[training]", 'key "steps" is missing in [training]'),
+        ("learning_rate = 1e-3", "learning_rate = nan", "learning_rate", "finite"),
+        ("pixel-8 = 14", "pixel-88 = 14", "pixel-8 = ", 'unknown device "pixel-88"; nearest: pixel-8'),
+        ("pixel-8 = 14", "pixel-8 = 0", "pixel-8 = ", "it must be greater than 0"),
+        ("uk-ftth = 22", "uk-fth = 22", "uk-ftth", 'unknown network "uk-fth"; nearest: uk-ftth'),
+        ('kind = "wall"', 'kind = "virtual"', 'kind = "wall"', 'it must be "wall"'),
+        ("port = 0", "port = 65536", "port = ", "less than or equal to 65535"),
+        ('name = "quickstart"', 'name = "../x"', "name = ", "it names a folder"),
+        ('text = "stdlib"', 'text = "no.txt"', "text = ", 'no such file; give the path of a text file, or "stdlib"'),
+        ('name = "opt-tiny"', "", "[model]", "one of the two"),
+    ],
+)
+def test_a_mistake_is_told_with_file_line_and_remedy(
+    tmp_path: Path, old: str, new: str, place: str, message: str
+) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(str(write(tmp_path, old, new)))
+    (told,) = str(caught.value).splitlines()  # one mistake, one line
+    assert told.startswith(f"mine.toml, line {line_of(place)}: ")
+    assert message in told
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(str(write(tmp_path)), {"fleet.devices": "0", "training.stps": "4"})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_model_name_and_config_exclude_each_other(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    both = 'name = "opt-tiny"\nconfig = "config.json"'
+    with pytest.raises(ScenarioError, match="one of the two"):
+        load_scenario(str(write(tmp_path, 'name = "opt-tiny"', both)))
+
+
+def test_a_path_in_a_file_counts_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("to be")
+    scenario = load_scenario(str(write(tmp_path, '"stdlib"', '"mine.txt"')))
+    assert scenario.data.text == str(tmp_path / "mine.txt")
+
+
+def test_a_path_in_an_override_counts_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.txt").write_text("to be")
+    monkeypatch.chdir(tmp_path)
+    assert load_scenario("quickstart", {"data.text": "mine.txt"}).data.text == str(tmp_path / "mine.txt")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ScenarioError, match="not a text file"):
+        load_scenario(str(path))
+
+
+def test_a_file_without_a_name_is_called_after_itself(tmp_path: Path) -> None:
+    assert load_scenario(str(write(tmp_path, 'name = "quickstart"', ""))).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("training.steps", "10", {"training": {"steps": 10}}),
+        ("training.learning_rate", "2e-4", {"training": {"learning_rate": 2e-4}}),
+        ("model.name", "llama-tiny", {"model": {"name": "llama-tiny"}}),
+        ("fleet.pods", "2", {"fleet": {"pods": 2}}),
+        ("fleet.kinds.iphone-x", "5", {"fleet": {"kinds": {"iphone-x": 5.0}}}),
+    ],
+)
+def test_an_override_is_read_as_toml_or_as_plain_text(key: str, text: str, expected: dict[str, object]) -> None:
+    def contains(whole: object, part: object) -> bool:
+        if isinstance(part, dict):
+            return isinstance(whole, dict) and all(contains(whole[name], part[name]) for name in part)
+        return whole == part
+
+    assert contains(load_scenario("quickstart", {key: text}).model_dump(), expected)
+
+
+def test_an_override_of_a_table_replaces_it() -> None:
+    assert load_scenario("quickstart", {"fleet.kinds": "{ pixel-8 = 1 }"}).fleet.kinds == {"pixel-8": 1.0}
+
+
+def test_naming_a_model_takes_back_the_config_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = write(tmp_path, 'name = "opt-tiny"', 'config = "config.json"')
+    assert load_scenario(str(path)).model.config == str(tmp_path / "config.json")
+    assert load_scenario(str(path), {"model.name": "opt-tiny"}).model.config is None
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("fleet.devices", "0", '--set fleet.devices: "devices" in [fleet] is 0'),
+        ("training.stps", "3", '--set training.stps: unknown key "stps" in [training]; did you mean "steps"?'),
+        ("seed.x", "3", "--set seed.x: seed is a value"),
+        ("a b", "3", "--set a b: this is not a key"),
+        ("fleet.kinds", "{ pixel-88 = 1 }", '--set fleet.kinds: unknown device "pixel-88"'),
+    ],
+)
+def test_a_wrong_override_is_told_by_its_option(key: str, text: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=re.escape(message)):
+        load_scenario("quickstart", {key: text})
+
+
+def test_a_wrong_option_is_told_as_the_user_spelled_it() -> None:
+    with pytest.raises(ScenarioError, match=r"^--devices: "):
+        load_scenario("quickstart", {"fleet.devices": "0"}, flags={"fleet.devices": "--devices"})
+
+
+def test_assignments_are_split_at_the_first_equals_sign() -> None:
+    assert parse_assignments(["a.b = 1", "c=x=y"]) == {"a.b": "1", "c": "x=y"}
+
+
+@pytest.mark.parametrize("wrong", ["steps", "=3", ""])
+def test_an_assignment_without_key_or_value_is_refused(wrong: str) -> None:
+    with pytest.raises(ScenarioError, match="write key=value"):
+        parse_assignments([wrong])
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_a_written_scenario_loads_back_to_itself(name: str, tmp_path: Path) -> None:
+    scenario = load_scenario(name, {"training.learning_rate": "1e-5"})
+    path = tmp_path / "scenario.toml"
+    path.write_text(dump_scenario(scenario), encoding="utf-8")
+    assert load_scenario(str(path)) == scenario
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.floats(1e-300, 1e300), st.integers(0, 2**63 - 1)
+)
+@settings(deadline=None)
+def test_any_text_and_number_survives_writing(model: str, learning_rate: float, seed: int) -> None:
+    values = load_scenario("quickstart").model_dump(exclude_none=True)
+    values["model"]["name"], values["training"]["learning_rate"], values["seed"] = model, learning_rate, seed
+    scenario = Scenario.model_validate(values)
+    assert Scenario.model_validate(tomllib.loads(dump_scenario(scenario))) == scenario
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_any_override_loads_or_gives_a_scenario_error(text: str) -> None:
+    for key, value in (("training.steps", text), (text, "1")):
+        with contextlib.suppress(ScenarioError):
+            load_scenario("quickstart", {key: value})
+
+
+def test_a_scenario_cannot_be_changed_after_loading() -> None:
+    scenario = load_scenario("quickstart")
+    with pytest.raises(ValidationError):
+        scenario.seed = 5
+
+
+def test_lines_of_keys_are_found_behind_tables_quotes_and_dots() -> None:
+    text = 'a = 1\n\n[t] # x\n"b c" = 2\nd.e = 3\n["f.g".h]\r\ni = 4\n'
+    assert line_of_each_key(text) == {
+        ("a",): 1,
+        ("t",): 3,
+        ("t", "b c"): 4,
+        ("t", "d", "e"): 5,
+        ("f.g", "h"): 6,
+        ("f.g", "h", "i"): 7,
+    }
+
+
+def test_what_is_more_than_one_key_is_no_key() -> None:
+    assert parse_key("a = 1\nb") is None
