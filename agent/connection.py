@@ -28,7 +28,7 @@ from agent.wire import (
 
 log = logging.getLogger(__name__)
 
-SILENT_AFTER = 5  # heartbeats without a word from the other side
+SILENT_AFTER = 8  # heartbeats without a word from the other side
 
 
 class Connection:

@@ -1,7 +1,7 @@
 """A pod: one process, one socket, thousands of emulated devices.
 
 Real protocol, real operands, real arithmetic, modelled time. Blocks are computed in the order in which their answers
-are due, and an answer leaves when it is due, not before. Whatever the host makes late is stamped on the answer, so that the
+are due, and an answer leaves when it is due, not before. An answer carries the moment it was due, so that the
 run's verdict can say so. One thread: between two blocks the loop looks at the clock.
 
 Started by the testbed, which writes the fleet to standard input; it ends with the run, or when the server falls silent.

@@ -14,7 +14,7 @@ Always true, and checked by `check()` after every event in tests:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,12 +128,22 @@ class Device:
     background: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight: set[tuple[int, int]] = field(default_factory=set)
     in_flight_bytes: int = 0
+    backlog_s: float = 0.0  # modelled seconds of work given and not yet returned
     refusals: int = 0
     alive: bool = True
 
     @property
     def idle(self) -> bool:
         return not (self.in_flight or self.urgent or self.background)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one event leads to."""
+
+    out: list[Instruction] = field(default_factory=list)
+    send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
+    freed: dict[int, None] = field(default_factory=dict)  # devices that may take more, in order
 
 
 class Dispatcher:
@@ -143,7 +153,6 @@ class Dispatcher:
         self.profiles = np.empty(0, dtype=[])
         self.stale = 0  # answers that changed nothing
         self._planner = planner
-        self._backlog_s = np.empty(0)  # modelled seconds of work given and not yet returned
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
         self._waiting_total = 0
         self._able = np.empty(0, np.int64)  # ids that take work
@@ -152,154 +161,148 @@ class Dispatcher:
 
     def handle(self, event: Event) -> list[Instruction]:
         """The only way in which anything changes."""
-        out: list[Instruction] = []
-        touched: dict[int, None] = {}
+        turn = Turn()
         match event:
             case BlocksReturned():
-                self._returned(event, touched, out)
+                self._returned(event, turn)
             case JobSubmitted():
-                self._submitted(event, touched, out)
+                self._submitted(event, turn)
             case DevicesJoined():
-                self._joined(event, touched, out)
+                self._joined(event, turn)
             case DevicesLeft(devices=devices):
-                self._left([d for d in devices if self.devices[d].alive], touched, out)
+                self._left([d for d in devices if self.devices[d].alive], turn)
             case BlocksFailed():
-                self._failed(event, touched, out)
-        self._send(touched, out)
-        return out
+                self._failed(event, turn)
+        if self._waiting_total:
+            self._feed(turn)
+        if turn.send.devices:
+            turn.out.append(turn.send)
+        return turn.out
 
     # ---- events
 
-    def _submitted(self, event: JobSubmitted, touched: dict[int, None], out: list[Instruction]) -> None:
+    def _submitted(self, event: JobSubmitted, turn: Turn) -> None:
         if event.job in self.jobs:
             raise ValueError(f"job {event.job} was submitted twice")
         self.jobs[event.job] = Job(event.shape, event.urgent)
         if event.plan is not None:
-            self._add(event.job, event.plan.tiles, event.plan.device, touched)
+            self._add(event.job, event.plan.tiles, event.plan.device, turn)
         else:
             shape = event.shape
-            self._place(event.job, np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]]), touched, out)
+            self._place(event.job, np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]]), turn)
 
-    def _returned(self, event: BlocksReturned, touched: dict[int, None], out: list[Instruction]) -> None:
+    def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished = [], []
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
-            if not self._land(device, job_id, block):
+            job = self._land(device, job_id, block)
+            if job is None:
                 self.stale += 1
                 continue
-            job = self.jobs[job_id]
             job.state[block] = DONE
             job.open -= 1
             accepted.append(position)
-            touched[device] = None
+            turn.freed[device] = None
             if not job.open and not any(orphan[0] == job_id for orphan in self._orphans):
                 finished.append(job_id)
         if accepted:
-            out.append(AcceptBlocks(accepted))
+            turn.out.append(AcceptBlocks(accepted))
         for job_id in finished:
             del self.jobs[job_id]
-            out.append(JobFinished(job_id))
+            turn.out.append(JobFinished(job_id))
 
-    def _failed(self, event: BlocksFailed, touched: dict[int, None], out: list[Instruction]) -> None:
+    def _failed(self, event: BlocksFailed, turn: Turn) -> None:
         for device, job_id, block in zip(event.devices, event.jobs, event.blocks, strict=True):
-            if not self._land(device, job_id, block):
+            if self._land(device, job_id, block) is None:
                 self.stale += 1
                 continue
             record = self.devices[device]
             record.refusals += 1
-            touched[device] = None
+            turn.freed[device] = None
             if record.refusals > REFUSALS_ALLOWED and record.alive:
-                out.append(SuspendDevice(device, f"it failed {record.refusals} blocks"))
-                self._left([device], touched, out)
-            self._cut([(job_id, block)], touched, out, avoid=device)
+                turn.out.append(SuspendDevice(device, f"it failed {record.refusals} blocks"))
+                self._left([device], turn)
+            self._cut([(job_id, block)], turn, avoid=device)
 
-    def _joined(self, event: DevicesJoined, touched: dict[int, None], out: list[Instruction]) -> None:
+    def _joined(self, event: DevicesJoined, turn: Turn) -> None:
         if event.first != len(self.devices):
             raise ValueError(f"device ids must be consecutive: got {event.first}, expected {len(self.devices)}")
-        for row in event.profiles[["credit_blocks", "memory_bytes"]].tolist():
-            self.devices.append(Device(*row))
+        for credit_blocks, memory_bytes in event.profiles[["credit_blocks", "memory_bytes"]].tolist():
+            self.devices.append(Device(credit_blocks, memory_bytes))
         new = np.arange(event.first, len(self.devices))
         self.profiles = event.profiles.copy() if not event.first else np.concatenate([self.profiles, event.profiles])
-        self._backlog_s = np.concatenate([self._backlog_s, np.zeros(len(new))])
         self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
         self._able = np.concatenate([self._able, new])
         self._counts.clear()
         orphans, self._orphans = self._orphans, []
         for job_id, tile in orphans:
-            self._place(job_id, tile, touched, out)
-        touched.update(dict.fromkeys(new.tolist()))
+            self._place(job_id, tile, turn)
+        turn.freed.update(dict.fromkeys(new.tolist()))
 
-    def _left(self, devices: list[int], touched: dict[int, None], out: list[Instruction]) -> None:
+    def _left(self, devices: list[int], turn: Turn) -> None:
         lost: list[tuple[int, int]] = []
         for device in devices:
             record = self.devices[device]
-            record.alive = False
-            lost += sorted(record.in_flight) + list(record.urgent) + list(record.background)
+            lost += [*sorted(record.in_flight), *record.urgent, *record.background]
             self._waiting_total -= int(self._waiting[device])
             self._waiting[device] = 0
-            self._backlog_s[device] = 0.0
-            record.in_flight.clear()
-            record.urgent.clear()
-            record.background.clear()
-            record.in_flight_bytes = 0
-            touched.pop(device, None)
+            self.devices[device] = Device(record.credit_blocks, record.memory_bytes, alive=False)
+            turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
         self._counts.clear()
-        self._cut(lost, touched, out)
+        self._cut(lost, turn)
 
     # ---- what they share
 
-    def _land(self, device: int, job_id: int, block: int) -> bool:
-        """Take a block off its device. False if it was not in flight there: a late, duplicate or invented answer."""
-        if not 0 <= device < len(self.devices) or (job_id, block) not in self.devices[device].in_flight:
-            return False
-        record, job = self.devices[device], self.jobs[job_id]
-        record.in_flight.discard((job_id, block))
+    def _land(self, device: int, job_id: int, block: int) -> Job | None:
+        """Take a block off its device. None if it was not in flight there: a late, duplicate or invented answer."""
+        if not 0 <= device < len(self.devices):
+            return None
+        record, key = self.devices[device], (job_id, block)
+        if key not in record.in_flight:
+            return None
+        job = self.jobs[job_id]
+        record.in_flight.discard(key)
         record.in_flight_bytes -= job.size_bytes[block]
-        self._backlog_s[device] = max(0.0, self._backlog_s[device] - job.cost_s[block])
-        return True
+        record.backlog_s = 0.0 if record.idle else record.backlog_s - job.cost_s[block]
+        return job
 
-    def _cut(
-        self, lost: list[tuple[int, int]], touched: dict[int, None], out: list[Instruction], avoid: int = -1
-    ) -> None:
+    def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1) -> None:
         """Cut these rectangles again, over devices that live."""
         for job_id, block in lost:
             job = self.jobs[job_id]
             job.state[block] = CUT
             job.open -= 1
-            self._place(job_id, job.tiles[block : block + 1], touched, out, avoid)
+            self._place(job_id, job.tiles[block : block + 1], turn, avoid)
 
-    def _place(
-        self, job_id: int, tile: Integers, touched: dict[int, None], out: list[Instruction], avoid: int = -1
-    ) -> None:
+    def _place(self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1) -> None:
         """Plan one rectangle (of the job's output, or all of it) over the fleet."""
         job = self.jobs[job_id]
         batch, batches, row, rows, column, columns = tile[0].tolist()
         shape = Shape(batches, rows, job.shape.inner, columns)
         whole = shape == job.shape
         candidates = self._able
-        if not whole and len(candidates) > RECUT_OVER:
-            candidates = candidates[np.argsort(self._backlog_s[candidates], kind="stable")[:RECUT_OVER]]
         if len(candidates) > 1:
             candidates = candidates[candidates != avoid]
+        backlog_s = np.array([self.devices[d].backlog_s for d in candidates.tolist()])
+        if not whole and len(candidates) > RECUT_OVER:
+            least_busy = np.argsort(backlog_s, kind="stable")[:RECUT_OVER]
+            candidates, backlog_s = candidates[least_busy], backlog_s[least_busy]
         try:
             if not len(candidates):
                 raise PlanError("no device is there")
             plan = self._planner(
-                shape,
-                self.profiles[candidates],
-                self._backlog_s[candidates],
-                self._counts.get(shape) if whole else None,
+                shape, self.profiles[candidates], backlog_s, self._counts.get(shape) if whole else None
             )
         except PlanError as error:
             self._orphans.append((job_id, tile))
-            out.append(JobWaits(job_id, str(error)))
+            turn.out.append(JobWaits(job_id, str(error)))
             return
         if whole:
             self._counts[shape] = plan.count
-        self._add(job_id, plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], touched)
+        self._add(job_id, plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], turn)
 
-    def _add(self, job_id: int, tiles: Integers, devices: Integers, touched: dict[int, None]) -> None:
-        """Queue new blocks of a job, each at its device."""
+    def _add(self, job_id: int, tiles: Integers, devices: Integers, turn: Turn) -> None:
+        """New blocks of a job, each for its device: sent if there is credit, queued if not."""
         job, first = self.jobs[job_id], len(self.jobs[job_id].state)
         job.tiles = np.concatenate([job.tiles, tiles]) if first else tiles
         profiles = self.profiles[devices]
@@ -314,72 +317,72 @@ class Dispatcher:
         job.cost_s += cost_s.tolist()
         job.size_bytes += sizes.tolist()
         job.open += len(tiles)
-        np.add.at(self._backlog_s, devices, cost_s)
-        np.add.at(self._waiting, devices, 1)
-        self._waiting_total += len(tiles)
         for block, device in enumerate(owners, first):
             record = self.devices[device]
-            (record.urgent if job.urgent else record.background).append((job_id, block))
-            touched[device] = None
+            record.backlog_s += job.cost_s[block]
+            if not (record.urgent or record.background) and self._has_credit(record, job.size_bytes[block]):
+                self._launch(device, record, job_id, job, block, turn)
+            else:
+                (record.urgent if job.urgent else record.background).append((job_id, block))
+                self._waiting[device] += 1
+                self._waiting_total += 1
 
-    def _send(self, touched: Iterable[int], out: list[Instruction]) -> None:
-        """Fill each touched device up to its credit; let the idle ones take work from the longest queues."""
-        devices: list[int] = []
-        jobs: list[int] = []
-        blocks: list[int] = []
-        idle: list[int] = []
+    def _has_credit(self, record: Device, size_bytes: int) -> bool:
+        return (
+            len(record.in_flight) < record.credit_blocks and record.in_flight_bytes + size_bytes <= record.memory_bytes
+        )
 
-        def fill(device: int) -> None:
+    def _launch(self, device: int, record: Device, job_id: int, job: Job, block: int, turn: Turn) -> None:
+        job.state[block] = IN_FLIGHT
+        record.in_flight.add((job_id, block))
+        record.in_flight_bytes += job.size_bytes[block]
+        turn.send.devices.append(device)
+        turn.send.jobs.append(job_id)
+        turn.send.blocks.append(block)
+
+    def _feed(self, turn: Turn) -> None:
+        """Fill each freed device from its queues; let the idle ones take work from the longest queue."""
+        thefts = 0
+        for device in turn.freed:
             record = self.devices[device]
-            while len(record.in_flight) < record.credit_blocks and (queue := record.urgent or record.background):
+            if not (record.urgent or record.background):
+                if not self._waiting_total:
+                    return
+                if record.in_flight or not record.alive or thefts == THEFTS_A_TURN or not self._steal(device):
+                    continue
+                thefts += 1
+            while queue := record.urgent or record.background:
                 job_id, block = queue[0]
                 job = self.jobs[job_id]
-                if record.in_flight_bytes + job.size_bytes[block] > record.memory_bytes:
+                if not self._has_credit(record, job.size_bytes[block]):
                     break
                 queue.popleft()
-                job.state[block] = IN_FLIGHT
-                record.in_flight.add((job_id, block))
-                record.in_flight_bytes += job.size_bytes[block]
                 self._waiting[device] -= 1
                 self._waiting_total -= 1
-                devices.append(device)
-                jobs.append(job_id)
-                blocks.append(block)
-
-        for device in touched:
-            fill(device)
-            if self._waiting_total and self.devices[device].idle and self.devices[device].alive:
-                idle.append(device)
-        for device in idle[:THEFTS_A_TURN]:
-            if self._waiting_total and self._steal(device):
-                fill(device)
-        if devices:
-            out.append(SendBlocks(devices, jobs, blocks))
+                self._launch(device, record, job_id, job, block, turn)
 
     def _steal(self, thief: int) -> bool:
         """Move the last block of the longest queue to an idle device that would return it sooner."""
         victim = int(self._waiting.argmax())
-        queues = self.devices[victim]
-        queue = queues.urgent or queues.background
-        if not queue or self.devices[thief].refusals > REFUSALS_ALLOWED:
-            return False
+        owner, taker = self.devices[victim], self.devices[thief]
+        queue = owner.urgent or owner.background
         job_id, block = queue[-1]
         job = self.jobs[job_id]
-        if job.size_bytes[block] > self.devices[thief].memory_bytes:
+        if job.size_bytes[block] > taker.memory_bytes:
             return False
         _, batches, _, rows, _, columns = job.tiles[block].tolist()
         profile = self.profiles[thief : thief + 1]
         alone_s = float(block_seconds(profile, batches, rows, job.shape.inner, columns)[0])
-        if alone_s >= self._backlog_s[victim]:
+        if alone_s >= owner.backlog_s:
             return False
         queue.pop()
         self._waiting[victim] -= 1
-        self._backlog_s[victim] -= job.cost_s[block]
+        owner.backlog_s -= job.cost_s[block]
         job.device[block] = thief
         job.cost_s[block] = alone_s - 2 * float(profile["latency_s"][0])
-        self._backlog_s[thief] += job.cost_s[block]
+        taker.backlog_s += job.cost_s[block]
+        (taker.urgent if job.urgent else taker.background).append((job_id, block))
         self._waiting[thief] += 1
-        (self.devices[thief].urgent if job.urgent else self.devices[thief].background).append((job_id, block))
         return True
 
     # ---- for tests

@@ -6,6 +6,7 @@ many of its devices need it, unless work was cut anew across pieces it holds. Pu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,14 +66,13 @@ def parcels(
     blocks: Integers,
     devices: Integers,
     held: Held,
-    next_piece: int,
-) -> tuple[list[Parcel], int]:
-    """Messages that bring these blocks to one connection; `held` learns the new pieces. Also the next free piece id."""
+    piece_ids: Iterator[int],
+) -> Iterator[Parcel]:
+    """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made."""
     inner = operands[0].array.shape[2]
     fresh_bytes = 4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])
     group = np.cumsum(fresh_bytes) // MESSAGE_BYTES if fresh_bytes.sum() > MESSAGE_BYTES else np.zeros(len(tiles), int)
     todo = np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(group)) + 1)[::-1]
-    out = []
     while todo:
         part = todo.pop()
         batch, batches, row, rows, column, columns = tiles[part].T
@@ -91,18 +91,17 @@ def parcels(
         data: list[Array] = []
         for side, name in enumerate(("left", "right")):
             for key in fresh[side]:
-                pieces.append((next_piece, operands[side].layout, job, key[1] - key[0], key[3] - key[2], inner))
+                piece = next(piece_ids)
+                pieces.append((piece, operands[side].layout, job, key[1] - key[0], key[3] - key[2], inner))
                 data.append(operands[side].piece(key))
-                held.ids[side].append(next_piece)
+                held.ids[side].append(piece)
                 held.ranges[side].append(key)
-                next_piece += 1
             source = locate(wanted[side], held.ranges[side])
             start = np.array(held.ranges[side])[source]
             table[name] = np.array(held.ids[side])[source]
             table[f"{name}_batch"] = wanted[side][:, 0] - start[:, 0]
             table[f"{name}_outer"] = wanted[side][:, 2] - start[:, 2]
-        out.append(Parcel(np.array(pieces, dtype=PIECE), table, data))
-    return out, next_piece
+        yield Parcel(np.array(pieces, dtype=PIECE), table, data)
 
 
 def locate(wanted: Integers, ranges: list[Range]) -> Integers:

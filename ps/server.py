@@ -9,13 +9,14 @@ Assumes that an operand is not changed between `submit` and `done`: what is on i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import resource
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,7 +61,7 @@ from ps.dispatcher import (
     SendBlocks,
     SuspendDevice,
 )
-from ps.operands import Held, Operand, parcels
+from ps.operands import Held, Operand, Parcel, parcels
 from ps.planner import Plan, Shape, plan
 from ps.records import Records
 
@@ -117,9 +118,13 @@ class Peer:
     heard_s: float
     about: dict[str, str]
     held: dict[int, Held] = field(default_factory=dict)
-    next_piece: int = 0
+    piece_ids: Iterator[int] = field(default_factory=itertools.count)
     released: list[int] = field(default_factory=list)
     outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ would not take yet; bounded by credit
+
+    def take_released(self) -> NDArray[np.uint64]:
+        jobs, self.released = np.array(self.released, np.uint64), []
+        return jobs
 
 
 @dataclass(slots=True)
@@ -152,6 +157,7 @@ class Server:
         self._alive = 0
         self._joined = threading.Condition()
         self._complained: set[bytes] = set()
+        self._said_waiting = False
         self._stopping = False
         self._goodbye = ""
         self._wake_read, self._wake_write = socket.socketpair()
@@ -210,7 +216,7 @@ class Server:
             return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: the server is about to wake anyway
+        with contextlib.suppress(OSError):  # full: it is about to wake anyway; closed: it has ended
             self._wake_write.send(b"!")
 
     # ---- the server's thread
@@ -242,37 +248,39 @@ class Server:
             ready = dict(poller.poll(int(timeout_s * 1000) + 1))
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(4096)
-            while self._submitted:
-                self._begin(self._submitted.popleft())
-            if self._router in ready:
-                for _ in range(MESSAGES_A_TURN):
-                    try:
-                        frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-                    except zmq.Again:
-                        break
-                    self._receive(bytes(frames[0].buffer), frames[1:])
-                    while self._submitted:
-                        self._begin(self._submitted.popleft())
+            self._begin_submitted()
+            heard_all = self._read()
             if stuck:
                 for peer in list(self._peers.values()):
                     self._drain(peer)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
-                self._beat()
+                self._beat(heard_all)
         for peer in list(self._peers.values()):
             self._send(peer, Goodbye(self._goodbye))
 
-    def _beat(self) -> None:
-        """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence."""
+    def _read(self) -> bool:
+        """Take what has arrived; True if nothing is left."""
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            self._receive(bytes(frames[0].buffer), frames[1:])
+            self._begin_submitted()
+        return False
+
+    def _beat(self, heard_all: bool) -> None:
+        """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence, which
+        counts only if everything that did arrive has been heard."""
         now = time.monotonic()
         for peer in list(self._peers.values()):
-            if now - peer.heard_s > SILENT_AFTER * self._heartbeat_s:
+            if heard_all and now - peer.heard_s > SILENT_AFTER * self._heartbeat_s:
                 self._lose(peer, "silent")
                 continue
             message: Message = Heartbeat()
             if peer.released:
-                released, peer.released = np.array(peer.released, "<u8"), []
-                message = Work(time.monotonic_ns(), released, np.empty(0, PIECE), np.empty(0, BLOCK), [])
+                message = Work(time.monotonic_ns(), peer.take_released(), np.empty(0, PIECE), np.empty(0, BLOCK), [])
             if not self._send(peer, message):
                 self._lose(peer, "its connection is gone")
 
@@ -310,6 +318,7 @@ class Server:
         self._peer_of += [peer] * peer.count
         self.labels += message.labels
         self._send(peer, Welcome(self._heartbeat_s, self._run))
+        self._said_waiting = False
         self._handle(DevicesJoined(first, message.profiles))
         with self._joined:
             self._alive += peer.count
@@ -337,12 +346,14 @@ class Server:
             self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
 
-    def _begin(self, product: Product) -> None:
-        job = self._next_job
-        self._next_job += 1
-        instructions = self._dispatcher.handle(JobSubmitted(job, product.shape, product.urgent, product.plan))
-        self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
-        self._carry_out(instructions)
+    def _begin_submitted(self) -> None:
+        while self._submitted:
+            product = self._submitted.popleft()
+            job = self._next_job
+            self._next_job += 1
+            instructions = self._dispatcher.handle(JobSubmitted(job, product.shape, product.urgent, product.plan))
+            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
+            self._carry_out(instructions)
 
     def _answers(self, peer: Peer, message: Result) -> None:
         received_ns = time.monotonic_ns()
@@ -405,8 +416,10 @@ class Server:
                     self._send_blocks(instruction)
                 case JobFinished(job=job):
                     self._finish(job)
-                case JobWaits(job=job, reason=reason):
-                    self.notice(f"{self._jobs[job].product.name} waits: {reason}")
+                case JobWaits(reason=reason):
+                    if not self._said_waiting:
+                        self.notice(f"waiting for a device that can go on: {reason}")
+                    self._said_waiting = True
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     with self._joined:
@@ -429,42 +442,37 @@ class Server:
             group = groups.setdefault((self._peer_of[device].identity, job), ([], []))
             group[0].append(device)
             group[1].append(block)
-        dead: list[Peer] = []
+        queues: deque[tuple[Peer, Live, Iterator[Parcel]]] = deque()
         for (identity, job), (devices, blocks) in groups.items():
             peer = self._peers.get(identity)
             if peer is None:
                 continue  # lost a moment ago; the dispatcher hears of it next
-            live = self._jobs[job]
-            index = np.array(blocks)
-            tiles = live.job.tiles[index]
-            product = live.product
-            messages, peer.next_piece = parcels(
-                job,
-                (product.left, product.right),
-                tiles,
-                index,
-                np.array(devices) - peer.first,
-                peer.held.setdefault(job, Held()),
-                peer.next_piece,
-            )
+            live, index = self._jobs[job], np.array(blocks)
+            product, tiles = live.product, live.job.tiles[index]
             live.holders.add(identity)
-            if len(live.sent_ns) < len(live.job.tiles):
-                live.sent_ns = np.concatenate(
-                    [live.sent_ns, np.zeros(len(live.job.tiles) - len(live.sent_ns), np.uint64)]
-                )
-            self.totals.operand_bytes += (
-                4 * product.shape.inner * int((tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])).sum())
-            )
-            for parcel in messages:
-                stamp_ns = time.monotonic_ns()
-                live.sent_ns[parcel.blocks["block"]] = stamp_ns
-                self.totals.sent_bytes += sum(d.nbytes for d in parcel.data)
-                released, peer.released = np.array(peer.released, "<u8"), []
-                work = Work(stamp_ns, released, parcel.pieces, parcel.blocks, list(parcel.data))
-                if not self._send(peer, work):
-                    dead.append(peer)
-                    break
-        for peer in dead:
+            grown = len(live.job.tiles) - len(live.sent_ns)
+            if grown:
+                live.sent_ns = np.concatenate([live.sent_ns, np.zeros(grown, np.uint64)])
+            needed = int((tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])).sum())
+            self.totals.operand_bytes += 4 * product.shape.inner * needed
+            local = np.array(devices) - peer.first
+            held = peer.held.setdefault(job, Held())
+            factors = (product.left, product.right)
+            queues.append((peer, live, parcels(job, factors, tiles, index, local, held, peer.piece_ids)))
+        dead: dict[bytes, Peer] = {}
+        while queues:  # in turn, so that no connection waits for another one's operands to be packed
+            peer, live, source = queues.popleft()
+            parcel = next(source, None)
+            if parcel is None or peer.identity in dead:
+                continue
+            queues.append((peer, live, source))
+            stamp_ns = time.monotonic_ns()
+            live.sent_ns[parcel.blocks["block"]] = stamp_ns
+            self.totals.sent_bytes += sum(d.nbytes for d in parcel.data)
+            work = Work(stamp_ns, peer.take_released(), parcel.pieces, parcel.blocks, list(parcel.data))
+            if not self._send(peer, work):
+                dead[peer.identity] = peer
+        for peer in dead.values():
             self._lose(peer, "its connection is gone")
 
     def _send(self, peer: Peer, message: Message) -> bool:

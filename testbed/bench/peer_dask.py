@@ -103,7 +103,8 @@ def works() -> list[Any]:
 
 
 def stop(number: int, _frame: object) -> None:
-    raise SystemExit(f"ended by {signal.Signals(number).name} before it was finished")
+    sys.stderr.write(f"ended by {signal.Signals(number).name} before it was finished\n")
+    raise SystemExit(1)
 
 
 def main() -> None:

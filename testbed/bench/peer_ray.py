@@ -120,7 +120,8 @@ def works() -> list[Any]:
 
 
 def stop(number: int, _frame: object) -> None:
-    raise SystemExit(f"ended by {signal.Signals(number).name} before it was finished")
+    sys.stderr.write(f"ended by {signal.Signals(number).name} before it was finished\n")
+    raise SystemExit(1)
 
 
 def measure_all(repeats: int, folder: str) -> dict[str, Any]:

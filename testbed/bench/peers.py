@@ -1,8 +1,8 @@
 """Ray and Dask beside the testbed: an environment of their own, their scripts run in it, their figures returned.
 
 Nothing of theirs is installed into the project's environment. A peer that cannot be installed or run is part of the
-answer, with the reason: a table never lacks a peer in silence. Each script and all it starts form a process group of
-their own, which is gone when `run_peers` returns, however it returns.
+answer, with the reason: a table never lacks a peer in silence. Each script runs in a process group of its
+own that is ended before `run_peers` returns, however it returns; what Ray puts outside it ends with the script.
 """
 
 from __future__ import annotations

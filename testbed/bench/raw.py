@@ -161,8 +161,9 @@ class RawWorkers:
             with suppress(zmq.ZMQError):  # gone already
                 self._socket.send_multipart([identity, STOP], zmq.NOBLOCK)
         for process in self._processes:
-            if process.stdin:
-                process.stdin.close()
+            for pipe in (process.stdin, process.stdout):
+                if pipe:
+                    pipe.close()
         for process in self._processes:
             try:
                 process.wait(5)
@@ -190,17 +191,17 @@ def raw_zmq(work: Work, *, slab_once: bool = True, repeats: int = 5, workers: in
 def numpy_in_process(work: Work, threads: int, repeats: int = 5) -> float:
     """Seconds of A @ B, best of several, in a process of its own: BLAS reads its number of threads when it starts."""
     sizes = [str(size) for size in (work.m, work.n, work.q, work.block_rows, work.block_columns)]
-    process = _python("numpy", *sizes, str(repeats), threads=threads)
-    limit = threading.Timer(NUMPY_LIMIT_S, process.kill)
-    limit.start()
-    try:
-        assert process.stdout is not None
-        answer = process.stdout.read()
-        process.wait()
-    finally:
-        limit.cancel()
-        process.kill()
-        process.wait()
+    with _python("numpy", *sizes, str(repeats), threads=threads) as process:
+        limit = threading.Timer(NUMPY_LIMIT_S, process.kill)
+        limit.start()
+        try:
+            # Not communicate(): that would close its standard input, and with it the process.
+            answer = process.stdout.read() if process.stdout else b""
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            limit.cancel()
     if process.returncode != 0:
         raise RuntimeError(f"NumPy with {threads} threads ended with code {process.returncode}; its error is above")
     return float(answer)

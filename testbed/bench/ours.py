@@ -1,0 +1,110 @@
+"""Our own side of the benchmark: the work through the real server, real agents and real pods.
+
+From the submitted product to the assembled result, over loopback sockets. The plan is given (the work fixes the
+blocks); everything else is what a training step goes through.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from agent.profile import MAX_RATE, Profile, pack_profiles
+from emulator.fleet import Fleet
+from ps.operands import Operand
+from ps.planner import Plan
+from ps.server import Product, Server
+from testbed.bench.work import Matrix, Work
+from testbed.launch import Pods
+
+LIMIT_S = 60.0
+UNLIMITED = Profile(MAX_RATE, 0.0, MAX_RATE, MAX_RATE, 0.0, 1 << 40, 1 << 16)
+
+
+@contextmanager
+def agents(count: int = 2) -> Iterator[Server]:
+    """A server and local agents, one thread each, as fast as this machine lets them be."""
+    server = Server(run="bench").start()
+    command = [sys.executable, "-m", "agent", "--ps", server.address, "--once", "--memory", "4 GB", "--credit", "4096"]
+    command += ["--down", "20 Gbit", "--up", "20 Gbit", "--latency", "50 us", "--kernel", "numpy"]
+    processes = [
+        subprocess.Popen([*command, "--name", f"agent-{i}"], stderr=None) for i in range(count)
+    ]
+    try:
+        if not server.wait_for_devices(count, LIMIT_S):
+            raise RuntimeError(f"only {server.devices} of {count} agents joined")
+        yield server
+    finally:
+        server.stop()
+        for process in processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def emulated(profiles: NDArray[np.void], links: str) -> Iterator[tuple[Server, Pods]]:
+    """A server and pods, one a core."""
+    count = len(profiles)
+    fleet = Fleet(profiles, ["bench"] * count, ["none"] * count, {})
+    server = Server(run="bench").start()
+    try:
+        with Pods(fleet, os.cpu_count() or 1, server.address, links) as pods:
+            try:
+                if not server.wait_for_devices(count, LIMIT_S):
+                    raise RuntimeError(f"only {server.devices} of {count} devices joined")
+                yield server, pods
+            finally:
+                server.stop()
+    finally:
+        server.stop()
+
+
+def plan_over(work: Work, devices: int) -> Plan:
+    """The work's own blocks, dealt out in runs: neighbours in the grid go to the same device."""
+    rectangles = work.rectangles()
+    head = np.broadcast_to([0, 1], (len(rectangles), 2))
+    device = np.arange(len(rectangles)) * devices // len(rectangles)
+    return Plan(np.column_stack([head, rectangles]), device, 0.0, devices)
+
+
+def multiply(server: Server, work: Work, a: Matrix, b: Matrix, plan: Plan) -> tuple[float, Matrix]:
+    """Seconds from submitting the product to its assembled result, and the result."""
+    out = np.empty((1, work.m, work.q), np.float32)
+    done = threading.Event()
+    begun = time.perf_counter()
+    server.submit(Product(Operand(a[None]), Operand(b.T[None]), out, done.set, work.name, plan=plan))
+    if not done.wait(LIMIT_S) or server.error is not None:
+        raise RuntimeError(f"{work.name} did not end: {server.error}")
+    return time.perf_counter() - begun, out[0]
+
+
+def best(server: Server, work: Work, devices: int, repeats: int) -> float:
+    """Best of several passes, in seconds; the result of the last one is checked."""
+    a, b = work.operands()
+    plan = plan_over(work, devices)
+    seconds = []
+    for _ in range(repeats):
+        took, result = multiply(server, work, a, b, plan)
+        seconds.append(took)
+    np.testing.assert_allclose(result, a @ b, rtol=1e-3, atol=1e-3)
+    return min(seconds)
+
+
+def unlimited(count: int) -> NDArray[np.void]:
+    return pack_profiles([UNLIMITED] * count)
+
+
+def memory_bytes(pids: list[int]) -> int:
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids)
