@@ -43,8 +43,15 @@ class Fleet:
         return len(self.device_names)
 
 
-def draw_fleet(count: int, device_shares: Mapping[str, float], network_shares: Mapping[str, float], seed: int) -> Fleet:
-    """`count` devices; shares are weights and need not add up to one. The order of the shares does not matter."""
+def draw_fleet(
+    count: int,
+    device_shares: Mapping[str, float],
+    network_shares: Mapping[str, float],
+    seed: int,
+    line_share: float = 1.0,
+) -> Fleet:
+    """`count` devices; shares are weights and need not add up to one. The order of the shares does not matter.
+    `line_share` is the part of its line's rates that a household lends."""
     if count < 1:
         raise ValueError(f"a fleet needs at least 1 device, not {count}")
     uniform = np.random.Generator(np.random.PCG64(seed)).random((count, 3))
@@ -57,8 +64,8 @@ def draw_fleet(count: int, device_shares: Mapping[str, float], network_shares: M
     profiles = np.empty(count, dtype=PROFILE)
     profiles["flops"] = np.array([kind.flops for kind in kinds])[kind_of]
     profiles["overhead_s"] = np.array([kind.overhead_s for kind in kinds])[kind_of]
-    profiles["down_bps"] = _household_rates([line.down for line in lines], line_of, z)
-    profiles["up_bps"] = _household_rates([line.up for line in lines], line_of, z)
+    profiles["down_bps"] = line_share * _household_rates([line.down for line in lines], line_of, z)
+    profiles["up_bps"] = line_share * _household_rates([line.up for line in lines], line_of, z)
     profiles["latency_s"] = np.array([line.rtt_s / 2 for line in lines])[line_of]
     profiles["memory_bytes"] = np.array([kind.budget_bytes for kind in kinds])[kind_of]
     profiles["credit_blocks"] = CREDIT_BLOCKS

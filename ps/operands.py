@@ -70,8 +70,9 @@ def parcels(
 ) -> Iterator[Parcel]:
     """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made."""
     inner = operands[0].array.shape[2]
-    fresh_bytes = 4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])
-    group = np.cumsum(fresh_bytes) // MESSAGE_BYTES if fresh_bytes.sum() > MESSAGE_BYTES else np.zeros(len(tiles), int)
+    group = np.zeros(len(tiles), np.int64)
+    if operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
+        group = np.cumsum(4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])) // MESSAGE_BYTES
     todo = np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(group)) + 1)[::-1]
     while todo:
         part = todo.pop()

@@ -150,14 +150,14 @@ def _batch_ranges(shape: Shape, cells: NDArray[np.float64]) -> tuple[Integers, I
 
 
 def _grid_each(shape: Shape, cells: NDArray[np.float64]) -> tuple[Integers, Integers]:
-    """More devices than products: deal the devices out, largest first, and grid each product over its own."""
-    tiles, owners = [], []
-    for entry in range(shape.batch):
-        mine = np.arange(entry, len(cells), shape.batch)
-        grid, owner = _grid(shape.rows, shape.columns, cells[mine])
-        tiles.append(np.column_stack([np.full(len(grid), entry), np.ones(len(grid), np.int64), grid]))
-        owners.append(mine[owner])
-    return np.concatenate(tiles), np.concatenate(owners)
+    """More devices than products: deal the devices out, largest first, so that the products' teams resemble each other,
+    and cut every product like the average team's."""
+    team = len(cells) // shape.batch
+    dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, product]
+    grid, place = _grid(shape.rows, shape.columns, cells[dealt].mean(axis=1))
+    entry = np.repeat(np.arange(shape.batch), len(grid))
+    tiles = np.column_stack([entry, np.ones(len(entry), np.int64), np.tile(grid, (shape.batch, 1))])
+    return tiles, dealt[np.tile(place, shape.batch), entry]
 
 
 def _fit_memory(

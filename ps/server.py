@@ -153,6 +153,7 @@ class Server:
         self._peers: dict[bytes, Peer] = {}
         self._peer_of: list[Peer] = []  # by device id
         self._submitted: deque[Product] = deque()
+        self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
         self._alive = 0
         self._joined = threading.Condition()
@@ -261,14 +262,16 @@ class Server:
 
     def _read(self) -> bool:
         """Take what has arrived; True if nothing is left."""
-        for _ in range(MESSAGES_A_TURN):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return True
-            self._receive(bytes(frames[0].buffer), frames[1:])
-            self._begin_submitted()
-        return False
+        try:
+            for _ in range(MESSAGES_A_TURN):
+                try:
+                    frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return True
+                self._receive(bytes(frames[0].buffer), frames[1:])
+            return False
+        finally:
+            self._take_answers()
 
     def _beat(self, heard_all: bool) -> None:
         """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence, which
@@ -292,24 +295,28 @@ class Server:
                 peer.heard_s = time.monotonic()
             match message:
                 case Result() if peer is not None:
-                    self._answers(peer, message)
+                    self._answered.append((peer, message))
                 case Heartbeat() if peer is not None:
                     pass
                 case Join() if peer is None:
                     self._join(identity, message)
                 case Leave() if peer is not None:
+                    self._take_answers()  # what it returned before it left counts
                     self._leave(peer, message)
                 case _ if peer is None:
                     self._reply(identity, Refused("this server does not know you: join first", final=False))
                 case _:
                     raise WireError(f"a device may not send {type(message).__name__} here")
         except WireError as error:
-            self.totals.dropped_messages += 1
-            if identity not in self._complained:
-                self._complained.add(identity)
-                self.notice(f"dropped a message that makes no sense: {error}")
-            final = isinstance(error, VersionMismatch)
-            self._reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
+            self._complain(identity, error)
+
+    def _complain(self, identity: bytes, error: WireError) -> None:
+        self.totals.dropped_messages += 1
+        if identity not in self._complained:
+            self._complained.add(identity)
+            self.notice(f"dropped a message that makes no sense: {error}")
+        final = isinstance(error, VersionMismatch)
+        self._reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
 
     def _join(self, identity: bytes, message: Join) -> None:
         first = len(self._peer_of)
@@ -355,48 +362,69 @@ class Server:
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
             self._carry_out(instructions)
 
-    def _answers(self, peer: Peer, message: Result) -> None:
+    def _take_answers(self) -> None:
+        """Deal with all answers that this turn has brought, as one event."""
+        batch, self._answered = self._answered, []
+        if not batch:
+            return
+        try:
+            self._answers(batch)
+        except WireError:  # one of them makes no sense: find out which
+            for peer, message in batch:
+                try:
+                    self._answers([(peer, message)])
+                except WireError as error:
+                    self._complain(peer.identity, error)
+
+    def _answers(self, batch: list[tuple[Peer, Result]]) -> None:
+        """All or nothing: whatever does not fit raises WireError before anything is changed."""
         received_ns = time.monotonic_ns()
-        answers = message.answers.copy()
-        if np.any(answers["device"] >= peer.count):
+        answers = np.concatenate([message.answers for _, message in batch])
+        lengths = [len(message.answers) for _, message in batch]
+        if np.any(answers["device"] >= np.repeat([peer.count for peer, _ in batch], lengths)):
             raise WireError("an answer names a device that is not there")
-        answers["device"] += peer.first
-        cells = np.frombuffer(message.data, np.float32)
-        ends = np.cumsum(answers["cells"], dtype=np.int64)
+        answers["device"] += np.repeat(np.array([peer.first for peer, _ in batch], np.uint32), lengths)
         good = answers["status"] == DONE
-        if not good.all():
-            bad = answers[~good]
-            self._handle(BlocksFailed(bad["device"].tolist(), bad["job"].tolist(), bad["block"].tolist()))
-            answers, ends = answers[good], ends[good]
         tiles = np.zeros((len(answers), 6), np.int64)
         inner = np.zeros(len(answers), np.int64)
-        for job in np.unique(answers["job"]).tolist():
+        for job in set(answers["job"].tolist()):
             live = self._jobs.get(job)
             if live is None:
                 continue  # an answer to a finished job: the dispatcher will not count it
-            mine = answers["job"] == job
+            mine = np.flatnonzero(answers["job"] == job)
             blocks = answers["block"][mine]
-            if np.any(blocks >= len(live.job.tiles)):
+            if blocks.max() >= len(live.job.tiles):
                 raise WireError(f"an answer names a block that job {job} does not have")
             tiles[mine] = live.job.tiles[blocks]
             inner[mine] = live.product.shape.inner
-            if np.any(tiles[mine][:, 1::2].prod(axis=1) != answers["cells"][mine]):
+            size = tiles[mine, 1] * tiles[mine, 3] * tiles[mine, 5]
+            if np.any((size != answers["cells"][mine]) & good[mine]):
                 raise WireError(f"an answer to job {job} does not have the size of its block")
-        event = BlocksReturned(answers["device"].tolist(), answers["job"].tolist(), answers["block"].tolist())
-        starts = (ends - answers["cells"]).tolist()
+        cells = [np.frombuffer(message.data, np.float32) for _, message in batch]
+        # where each answer's cells begin, in the data of its own message
+        ends = np.cumsum(answers["cells"], dtype=np.int64)
+        of_message = np.repeat(np.arange(len(batch)), lengths)
+        before = np.concatenate([[0], np.cumsum([len(c) for c in cells])])[of_message]
+        starts = (ends - answers["cells"] - before).tolist()
+        if not good.all():
+            bad = answers[~good]
+            self._handle(BlocksFailed(bad["device"].tolist(), bad["job"].tolist(), bad["block"].tolist()))
+        kept = np.flatnonzero(good)
+        taken = answers[kept]
+        event = BlocksReturned(taken["device"].tolist(), taken["job"].tolist(), taken["block"].tolist())
 
         def accept(positions: list[int]) -> None:
-            rows = tiles.tolist()
+            rows, message_of, index = tiles.tolist(), of_message.tolist(), kept.tolist()
             for position in positions:
-                b, bs, r, rs, c, cs = rows[position]
-                start = starts[position]
-                block = cells[start : start + bs * rs * cs].reshape(bs, rs, cs)
+                i = index[position]
+                b, bs, r, rs, c, cs = rows[i]
+                block = cells[message_of[i]][starts[i] : starts[i] + bs * rs * cs].reshape(bs, rs, cs)
                 self._jobs[event.jobs[position]].product.out[b : b + bs, r : r + rs, c : c + cs] = block
-            taken = answers[positions]
+            accepted = taken[positions]
             self.totals.blocks += len(positions)
-            self.totals.flops += int((2 * inner[positions] * taken["cells"]).sum())
-            self.totals.result_bytes += 4 * int(taken["cells"].sum())
-            self.records.answered(taken, received_ns)
+            self.totals.flops += int((2 * inner[kept[positions]] * accepted["cells"]).sum())
+            self.totals.result_bytes += 4 * int(accepted["cells"].sum())
+            self.records.answered(accepted, received_ns)
 
         self._handle(event, accept)
 

@@ -11,9 +11,8 @@ import csv
 import heapq
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from agent.errors import UserError
 from agent.units import format_duration, format_size
+from testbed.charts import Markup, element, histogram, line_chart, some
 
 TRACE_EVENTS = 40_000  # at most; the limits below add up to less
 TRACE_DEVICES = 60
@@ -33,9 +33,7 @@ TRACE_STEPS = 2_000
 TRACE_COUNTER = 4_000
 TRACE_LANES = 16  # tracks a device may need for blocks that overlap
 SLOWEST_DEVICES = 15
-CURVE_POINTS = 500
 STEPS_LISTED = 200
-BARS = 40
 
 Array = NDArray[Any]
 Span = tuple[int, int, float, float]  # key, first row, begin, end
@@ -123,56 +121,82 @@ def write_trace(folder: Path) -> Path:
 
 def trace_events(run: Finished) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events, and what is not among them."""
-    blocks, training, devices = run.blocks, 1, 2
-    events = _label("process", training, 0, "training", 0) + _label("process", devices, 0, "devices, busiest first", 1)
+    blocks, tracks = run.blocks, Tracks()
+    tracks.begin_group("training")
+    steps, jobs = _spans(blocks["step"], blocks), _spans(blocks["job"], blocks)
+    steps_shown = tracks.add("steps", [(f"step {k}", begin, end, {}) for k, _, begin, end in steps[:TRACE_STEPS]])
+    products_shown = tracks.add(
+        "products",
+        [
+            (run.name("product", row), begin, end, {"step": int(blocks["step"][row]), "job": job})
+            for job, row, begin, end in jobs[:TRACE_PRODUCTS]
+        ],
+    )
+    tracks.events += _counter(tracks.group, blocks)
 
-    steps = _spans(blocks["step"], blocks)
-    events += _label("thread", training, 1, "steps", 1)
-    events += [_slice(training, 1, f"step {step}", begin, end) for step, _, begin, end in steps[:TRACE_STEPS]]
-
-    jobs = _spans(blocks["job"], blocks)
-    lanes = _lanes([(begin, end) for _, _, begin, end in jobs[:TRACE_PRODUCTS]])
-    for lane in range(_used(lanes)):
-        events += _label("thread", training, 2 + lane, "products", 2 + lane)
-    products_shown = 0
-    for (job, row, begin, end), place in zip(jobs, lanes, strict=False):
-        if place is not None:
-            products_shown += 1
-            about = {"step": int(blocks["step"][row]), "job": job}
-            events.append(_slice(training, 2 + place, run.name("product", row), begin, end, about))
-
-    events += _counter(training, blocks)
-
+    tracks.begin_group("devices, busiest first")
     busy_s = np.bincount(blocks["device"], weights=blocks["received_s"] - blocks["sent_s"])
-    busiest = np.argsort(-busy_s, kind="stable")[: min(TRACE_DEVICES, len(np.unique(blocks["device"])))]
-    rows_shown = np.flatnonzero(np.isin(blocks["device"], busiest))[:TRACE_BLOCKS]
-    blocks_shown, track = 0, 1
+    used = len(np.unique(blocks["device"]))
+    busiest = np.argsort(-busy_s, kind="stable")[: min(TRACE_DEVICES, used)]
+    shown = np.flatnonzero(np.isin(blocks["device"], busiest))[:TRACE_BLOCKS]
+    blocks_shown = 0
     for device in busiest.tolist():
-        rows = rows_shown[blocks["device"][rows_shown] == device]
-        spans = list(zip(blocks["sent_s"][rows].tolist(), blocks["received_s"][rows].tolist(), strict=True))
-        lanes = _lanes(spans)
-        for lane in range(_used(lanes)):
-            name = run.name("device_name", int(rows[0])) + (f", overlapping {lane + 1}" if lane else "")
-            events += _label("thread", devices, track + lane, name, track + lane)
-        for row, (begin, end), place in zip(rows.tolist(), spans, lanes, strict=True):
-            if place is not None:
-                blocks_shown += 1
-                name = run.name("product", row)
-                events.append(_slice(devices, track + place, name, begin, end, _about(blocks, row)))
-        track += _used(lanes)
-    left_out = {
-        "blocks": len(blocks["sent_s"]) - blocks_shown,
-        "devices": int(np.count_nonzero(busy_s)) - len(busiest),
-        "products": len(jobs) - products_shown,
-        "steps": max(0, len(steps) - TRACE_STEPS),
-    }
-    return events, {
+        rows = shown[blocks["device"][shown] == device].tolist()
+        if rows:
+            begins, ends = blocks["sent_s"][rows].tolist(), blocks["received_s"][rows].tolist()
+            blocks_shown += tracks.add(
+                run.name("device_name", rows[0]),
+                [
+                    (run.name("product", row), begin, end, _about(blocks, row))
+                    for row, begin, end in zip(rows, begins, ends, strict=True)
+                ],
+            )
+    return tracks.events, {
         "blocks_shown": blocks_shown,
         "devices_shown": len(busiest),
-        "left_out": left_out,
-        "note": f"Slices: at most the {TRACE_DEVICES} busiest devices, and of those the first {TRACE_BLOCKS:,} blocks, at "
-        f"most {TRACE_LANES} at a time. The counter has the blocks of all devices. Everything is in blocks.parquet.",
+        "left_out": {
+            "blocks": len(blocks["sent_s"]) - blocks_shown,
+            "devices": used - len(busiest),
+            "products": len(jobs) - products_shown,
+            "steps": len(steps) - steps_shown,
+        },
+        "note": f"Slices: at most the {TRACE_DEVICES} busiest devices, of those the first {TRACE_BLOCKS:,} blocks, "
+        f"{TRACE_LANES} at a time. The counter has the blocks of all devices. Everything is in blocks.parquet.",
     }
+
+
+class Tracks:
+    """Trace events so far. Slices of one track may not overlap (viewers would draw them as calls within calls, or drop
+    them), so what overlaps gets further tracks below the first, up to TRACE_LANES of them."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.group = 0
+        self._tracks = 0
+
+    def begin_group(self, name: str) -> None:
+        self.group += 1
+        self._label("process", 0, name, self.group)
+
+    def add(self, name: str, slices: Sequence[tuple[str, float, float, dict[str, Any]]]) -> int:
+        """Slices sorted by their begin; how many there was room for."""
+        lanes = _lanes([(begin, end) for _, begin, end, _ in slices])
+        used = 1 + max((lane for lane in lanes if lane is not None), default=-1)
+        first = self._tracks + 1
+        self._tracks += used
+        for lane in range(used):
+            self._label("thread", first + lane, f"{name}, overlapping {lane + 1}" if lane else name, first + lane)
+        for (title, begin, end, about), place in zip(slices, lanes, strict=True):
+            if place is not None:
+                head = {"ph": "X", "pid": self.group, "tid": first + place, "name": title}
+                times = {"ts": _us(begin), "dur": round(_us(end) - _us(begin), 3)}
+                self.events.append({**head, **times, "args": about})
+        return sum(lane is not None for lane in lanes)
+
+    def _label(self, what: str, track: int, name: str, order: int) -> None:
+        head = {"ph": "M", "pid": self.group, "tid": track}
+        self.events.append({**head, "name": f"{what}_name", "args": {"name": name}})
+        self.events.append({**head, "name": f"{what}_sort_index", "args": {"sort_index": order}})
 
 
 def _about(blocks: dict[str, Array], row: int) -> dict[str, Any]:
@@ -202,8 +226,7 @@ def _counter(group: int, blocks: dict[str, Array]) -> list[dict[str, Any]]:
 
 
 def _lanes(spans: Sequence[tuple[float, float]]) -> list[int | None]:
-    """For spans sorted by their begin, a lane each such that none overlap in a lane; None beyond the last lane.
-    Slices of one track may not overlap: viewers would draw them as calls within calls, or drop them."""
+    """For spans sorted by their begin, a lane each such that none overlap in a lane; None beyond the last lane."""
     free = list(range(TRACE_LANES))  # a sorted list is a heap
     busy: list[tuple[float, int]] = []
     lanes: list[int | None] = []
@@ -217,57 +240,11 @@ def _lanes(spans: Sequence[tuple[float, float]]) -> list[int | None]:
     return lanes
 
 
-def _used(lanes: Iterable[int | None]) -> int:
-    return 1 + max((lane for lane in lanes if lane is not None), default=-1)
-
-
-def _slice(
-    group: int, track: int, name: str, begin_s: float, end_s: float, about: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    begin_us = _us(begin_s)
-    event = {
-        "ph": "X",
-        "pid": group,
-        "tid": track,
-        "name": name,
-        "ts": begin_us,
-        "dur": round(_us(end_s) - begin_us, 3),
-    }
-    return event | {"args": about} if about else event
-
-
-def _label(what: str, group: int, track: int, name: str, order: int) -> list[dict[str, Any]]:
-    head = {"ph": "M", "pid": group, "tid": track}
-    return [
-        head | {"name": f"{what}_name", "args": {"name": name}},
-        head | {"name": f"{what}_sort_index", "args": {"sort_index": order}},
-    ]
-
-
 def _us(seconds: float) -> float:
     return round(1e6 * seconds, 3)
 
 
 # ---------------------------------------------------------------------------------------------------- report.html
-
-
-class Markup(str):
-    """Text that is HTML already; everything else is escaped before it reaches the page."""
-
-    __slots__ = ()
-
-
-def element(tag: str, *children: str | Iterable[str], **attributes: object) -> Markup:
-    """<tag ...>children</tag>; `class_` and the like lose their underscore, `stroke_width` becomes stroke-width."""
-    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
-    inside = "".join(_markup(child) for child in children)
-    return Markup(f"<{tag}{given}>{inside}</{tag}>")
-
-
-def _markup(child: str | Iterable[str]) -> str:
-    if isinstance(child, Markup):
-        return child
-    return escape(child) if isinstance(child, str) else "".join(_markup(c) for c in child)
 
 
 def write_report(folder: Path) -> Path:
@@ -376,7 +353,7 @@ def _step_table(steps: list[dict[str, float]]) -> Markup:
             f"{row.get('blocks', 0):,.0f}",
             format_size(row.get("bytes_down", 0)),
         )
-        for row in (steps[i] for i in _some(len(steps), STEPS_LISTED))
+        for row in (steps[i] for i in some(len(steps), STEPS_LISTED))
     ]
     return _table(("step", "loss", "plain PyTorch", "difference", "time", "blocks", "bytes down"), rows)
 
@@ -390,151 +367,25 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], class_: str =
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Every key of the summary as people read it; lists of numbers stand in the charts and the table of steps."""
     for key, item in value.items():
-        label = f"{prefix}{key}".replace("_", " ")
-        unit = f"{prefix}{key}"
+        words = f"{prefix}{key}".replace("_", " ").split()
+        label = " ".join(word for word in words if word != "s")  # the unit is in the value
         if isinstance(item, dict):
             yield from _flat(item, f"{prefix}{key} ")
         elif isinstance(item, list):
             if not all(isinstance(entry, (int, float)) for entry in item):
                 yield label, "; ".join(str(entry) for entry in item)
         elif isinstance(item, (int, float)) and not isinstance(item, bool):
-            yield label.removesuffix(" s"), _human(unit, item)
+            yield label, _human(words, item)
         else:
             yield label, str(item)
 
 
-def _human(key: str, value: float) -> str:
-    words = key.replace("_", " ").split()
+def _human(words: list[str], value: float) -> str:
     if "bytes" in words:
         return format_size(value)
     if "s" in words:
         return format_duration(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-# ---------------------------------------------------------------------------------------------------- charts
-
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 260, 58, 14, 26, 34
-Series = tuple[str, str, Sequence[float], Sequence[float]]  # name, class, x, y
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """Values to places in the drawing."""
-
-    x0: float
-    x1: float
-    y0: float
-    y1: float
-
-    def x(self, value: float) -> float:
-        return round(_LEFT + (value - self.x0) / (self.x1 - self.x0) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def y(self, value: float) -> float:
-        return round(_HEIGHT - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-    def grid(self, x_text: Callable[[float], str], y_text: Callable[[float], str]) -> list[Markup]:
-        right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-        drawn = [
-            element("line", x1=_LEFT, x2=right, y1=self.y(tick), y2=self.y(tick), class_="grid")
-            for tick in ticks(self.y0, self.y1)
-        ]
-        drawn += [
-            element("text", y_text(tick), x=_LEFT - 6, y=self.y(tick) + 4, text_anchor="end")
-            for tick in ticks(self.y0, self.y1)
-        ]
-        drawn += [
-            element("text", x_text(tick), x=self.x(tick), y=bottom + 18, text_anchor="middle")
-            for tick in ticks(self.x0, self.x1)
-        ]
-        return [*drawn, element("line", x1=_LEFT, x2=right, y1=bottom, y2=bottom, class_="axis")]
-
-
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two values."""
-    raw = (high - low) / about
-    magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = magnitude * next(m for m in (1, 2, 5, 10) if m * magnitude >= raw * 0.999)
-    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def line_chart(series: Sequence[Series], from_zero: bool = False) -> Markup:
-    """Curves over the step. Curves that agree hide each other, hence the last one is drawn wide and underneath."""
-    points = [[(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)] for _, _, xs, ys in series]
-    together = [point for curve in points for point in curve]
-    if not together:
-        return element("p", "nothing to draw", class_="note")
-    xs, ys = [x for x, _ in together], [y for _, y in together]
-    low, high = (0.0 if from_zero else min(ys)), max(ys)
-    margin = 0.08 * (high - low) or 0.08 * abs(high) or 1.0
-    axes = Axes(min(xs) - 0.5, max(xs) + 0.5, low if from_zero else low - margin, high + margin)
-    drawn = axes.grid(lambda tick: f"{tick:g}" if tick == int(tick) else "", lambda tick: f"{tick:g}")
-    for (name, class_, _, _), curve in reversed(list(zip(series, points, strict=True))):
-        shown = [curve[i] for i in _some(len(curve), CURVE_POINTS)]
-        path = " ".join(f"{axes.x(x)},{axes.y(y)}" for x, y in shown)
-        drawn.append(element("polyline", points=path, class_=f"curve {class_}"))
-        if len(shown) <= 60:
-            drawn += [
-                element(
-                    "circle",
-                    element("title", f"step {x:g}, {name}: {y:.6g}"),
-                    cx=axes.x(x),
-                    cy=axes.y(y),
-                    r=3,
-                    class_=class_,
-                )
-                for x, y in shown
-            ]
-    if len(series) > 1:
-        for place, (name, class_, _, _) in enumerate(series):
-            left = _LEFT + 8 + 110 * place
-            drawn.append(element("line", x1=left, x2=left + 20, y1=12, y2=12, class_=f"curve {class_}"))
-            drawn.append(element("text", name, x=left + 26, y=16))
-    return _drawing(drawn)
-
-
-def histogram(seconds: Array) -> Markup:
-    """How many blocks took how long; what lies above the 99th percentile stands in the last bar."""
-    seconds = seconds[np.isfinite(seconds)]
-    if not len(seconds):
-        return element("p", "no block has such a time in this run", class_="note")
-    low, high = min(0.0, float(seconds.min())), float(np.percentile(seconds, 99))
-    high = high if high > low else low + 1e-3
-    counts, edges = np.histogram(np.minimum(seconds, high), BARS, (low, high))
-    over = int((seconds > high).sum())
-    factor, unit = (1.0, "s") if high >= 2 else (1e3, "ms") if high >= 2e-3 else (1e6, "us")
-    axes = Axes(low * factor, high * factor, 0.0, 1.08 * float(counts.max()))
-    drawn = axes.grid(lambda tick: f"{tick:g} {unit}", lambda tick: f"{tick:,g}" if tick == int(tick) else "")
-    for i, count in enumerate(counts.tolist()):
-        if count:
-            left, right = axes.x(edges[i] * factor), axes.x(edges[i + 1] * factor)
-            span = f"{edges[i] * factor:.3g} to {edges[i + 1] * factor:.3g} {unit}: {count:,} blocks"
-            last = i == BARS - 1 and over > 0
-            text = f"{span}, {over:,} of them longer, up to {seconds.max() * factor:.4g} {unit}" if last else span
-            top = axes.y(count)
-            drawn.append(
-                element(
-                    "rect",
-                    element("title", text),
-                    x=left,
-                    y=top,
-                    width=max(1.0, round(right - left - 1, 1)),
-                    height=round(_HEIGHT - _BOTTOM - top, 1),
-                    class_="two" if last else "one",
-                )
-            )
-    p50, p99 = (format_duration(float(x)) for x in np.percentile(seconds, [50, 99]))
-    told = f"p50 {p50}, p99 {p99}, longest {format_duration(float(seconds.max()))} (last bar: and above)"
-    return _drawing([*drawn, element("text", told, x=_LEFT, y=16)])
-
-
-def _drawing(children: Iterable[Markup]) -> Markup:
-    return element("svg", children, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img")
-
-
-def _some(count: int, most: int) -> list[int]:
-    """All of 0..count-1, or an even choice that has the first and the last."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most)).tolist()}) if count else []
 
 
 _STYLE = """
@@ -558,8 +409,8 @@ figcaption span, .note { color: var(--soft); } .note { margin: 0 0 8px; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--line); } .axis { stroke: var(--soft); }
 .curve { fill: none; stroke-linejoin: round; } .curve.one { stroke: var(--one); stroke-width: 2; }
-.curve.two { stroke: var(--two); stroke-width: 6; }
-circle.one, rect.one { fill: var(--one); } circle.two, rect.two { fill: var(--two); }
+.curve.two { stroke: var(--two); stroke-width: 7; stroke-opacity: .5; }
+circle.one, rect.one { fill: var(--one); } rect.two { fill: var(--two); } circle.two { fill: transparent; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }

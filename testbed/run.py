@@ -54,9 +54,10 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     config = model_config(scenario.model.name, Path(scenario.model.config) if scenario.model.config else None)
     text = read_text(scenario.data.text)
     data = batches(text, scenario.training.steps, scenario.data.batch, scenario.data.sequence, scenario.seed)
-    fleet = draw_fleet(scenario.fleet.devices, scenario.fleet.kinds, scenario.fleet.networks, scenario.seed)
+    asked = scenario.fleet
+    fleet = draw_fleet(asked.devices, asked.kinds, asked.networks, scenario.seed, asked.line_share)
     cores = os.cpu_count() or 1
-    pod_count = min(len(fleet), cores if scenario.fleet.pods == "auto" else scenario.fleet.pods)
+    pod_count = min(len(fleet), cores if asked.pods == "auto" else asked.pods)
     model_name = scenario.model.name or Path(scenario.model.config or "").stem
     sys.setswitchinterval(0.0005)  # the server's thread must not wait for the executor's
     torch.set_num_threads(max(1, cores // 2))  # the other half belongs to the pods

@@ -91,6 +91,7 @@ class Training(_Section):
 class FleetSection(_Section):
     devices: int = Field(ge=1, le=1_000_000)
     pods: int | Literal["auto"] = "auto"
+    line_share: float = Field(default=1.0, gt=0, le=1)
     kinds: dict[DeviceName, Share] = Field(min_length=1)
     networks: dict[NetworkName, Share] = Field(min_length=1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -45,6 +45,8 @@ from agent.wire import (
     decode,
     encode,
 )
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
 # ---- messages of all kinds
 
@@ -149,14 +151,14 @@ def plain(message: Message) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", messages)
-@settings(max_examples=40)
+@settings(calm, max_examples=40)
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was(kind: str, data: st.DataObject) -> None:
     message = data.draw(messages[kind])
     assert plain(decode(on_the_wire(message))) == plain(message)
 
 
-@settings(max_examples=60)
+@settings(calm, max_examples=60)
 @given(any_message)
 def test_a_message_comes_back_from_the_frames_that_zeromq_hands_over(message: Message) -> None:
     assert plain(decode([zmq.Frame(frame) for frame in encode(message)])) == plain(message)
@@ -211,7 +213,7 @@ def decode_or_refuse(frames: list[bytes]) -> None:
     assert_sound(message)
 
 
-@settings(max_examples=150)
+@settings(calm, max_examples=150)
 @given(st.lists(st.binary(max_size=48), max_size=8))
 def test_random_frames_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
@@ -228,7 +230,7 @@ bodies = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(calm, max_examples=200)
 @given(
     kind=st.one_of(st.sampled_from(sorted(Kind)), st.integers(0, 255)),
     count=st.one_of(st.integers(0, 4), st.integers(0, 2**32 - 1)),
@@ -239,7 +241,7 @@ def test_a_good_header_before_a_random_body_is_refused_or_sound(kind: int, count
     decode_or_refuse([head(kind, count), *body])
 
 
-@settings(max_examples=250)
+@settings(calm, max_examples=250)
 @given(message=any_message, data=st.data())
 def test_a_message_with_a_changed_byte_is_refused_or_sound(message: Message, data: st.DataObject) -> None:
     frames = on_the_wire(message)
@@ -250,7 +252,7 @@ def test_a_message_with_a_changed_byte_is_refused_or_sound(message: Message, dat
     decode_or_refuse(frames)
 
 
-@settings(max_examples=150)
+@settings(calm, max_examples=150)
 @given(message=any_message, data=st.data())
 def test_a_message_that_was_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
     frames = on_the_wire(message)
@@ -263,7 +265,7 @@ def test_a_message_that_was_cut_short_is_refused(message: Message, data: st.Data
         decode(frames)
 
 
-@settings(max_examples=100)
+@settings(calm, max_examples=100)
 @given(message=any_message, data=st.data())
 def test_a_message_that_lost_or_gained_a_frame_is_refused(message: Message, data: st.DataObject) -> None:
     frames = on_the_wire(message)
@@ -273,6 +275,7 @@ def test_a_message_that_lost_or_gained_a_frame_is_refused(message: Message, data
         decode(changed)
 
 
+@settings(calm)
 @given(version=st.integers(0, 255).filter(lambda v: v != VERSION), rest=st.binary(max_size=40))
 def test_another_version_is_told_apart_whatever_follows_it(version: int, rest: bytes) -> None:
     with pytest.raises(

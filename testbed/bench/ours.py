@@ -36,9 +36,7 @@ def agents(count: int = 2) -> Iterator[Server]:
     server = Server(run="bench").start()
     command = [sys.executable, "-m", "agent", "--ps", server.address, "--once", "--memory", "4 GB", "--credit", "4096"]
     command += ["--down", "20 Gbit", "--up", "20 Gbit", "--latency", "50 us", "--kernel", "numpy"]
-    processes = [
-        subprocess.Popen([*command, "--name", f"agent-{i}"], stderr=None) for i in range(count)
-    ]
+    processes = [subprocess.Popen([*command, "--name", f"agent-{i}"], stderr=subprocess.DEVNULL) for i in range(count)]
     try:
         if not server.wait_for_devices(count, LIMIT_S):
             raise RuntimeError(f"only {server.devices} of {count} agents joined")
@@ -72,8 +70,10 @@ def emulated(profiles: NDArray[np.void], links: str) -> Iterator[tuple[Server, P
 
 
 def plan_over(work: Work, devices: int) -> Plan:
-    """The work's own blocks, dealt out in runs: neighbours in the grid go to the same device."""
+    """The work's own blocks, dealt out in runs along the longer side of the grid, so that devices share few slabs."""
     rectangles = work.rectangles()
+    if work.q // work.block_columns > work.m // work.block_rows:
+        rectangles = rectangles[np.lexsort((rectangles[:, 0], rectangles[:, 2]))]
     head = np.broadcast_to([0, 1], (len(rectangles), 2))
     device = np.arange(len(rectangles)) * devices // len(rectangles)
     return Plan(np.column_stack([head, rectangles]), device, 0.0, devices)

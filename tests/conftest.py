@@ -1,0 +1,284 @@
+"""Fixtures for tests with real processes and sockets. Whoever uses them is searched afterwards: a process, a thread or
+a descriptor that was not there before fails the test.
+
+- `start`: programs of this project as subprocesses, their output read while they run
+- `serve`: parameter servers in this process, stopped at the end
+- `until`: waits for a condition, never longer than its limit
+
+Every program carries a mark in its environment, which its children inherit: also a grandchild whose parent is long
+dead is found. Tests cannot import this file; they import its types while type checking only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import pytest
+import zmq
+
+from ps.server import Server
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "CLEAVE_TEST_MARK"
+LIMIT_S = 30.0  # how long anything may take; reached only when something is broken
+
+
+class Until(Protocol):
+    def __call__(self, condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None: ...
+
+
+class Start(Protocol):
+    def __call__(self, *command: str, stdin: str | None = None, cwd: Path | None = None) -> Program: ...
+
+
+class Serve(Protocol):
+    def __call__(self, port: int = 0, heartbeat_s: float = 0.5) -> Server: ...
+
+
+@pytest.fixture(name="until", scope="session")
+def _until() -> Until:
+    return until
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
+    """Looks again every few milliseconds: for what other processes do there is nothing to wait on."""
+    deadline, pause = time.monotonic() + limit_s, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {limit_s:.0f} s in vain until {what}")
+        pause.wait(0.005)
+
+
+class Program:
+    """A subprocess whose output is kept, line by line, while it runs."""
+
+    def __init__(self, command: list[str], mark: str, stdin: str | None, cwd: Path | None) -> None:
+        self.said: list[str] = []  # both streams
+        self.errors: list[str] = []  # standard error alone
+        self._news = threading.Condition()
+        self._open_streams = 2
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+            env=os.environ | {MARK: mark},
+        )
+        out, err = self._process.stdout, self._process.stderr
+        assert out is not None
+        assert err is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(out, [self.said])),
+            threading.Thread(target=self._read, args=(err, [self.said, self.errors])),
+        ]
+        for reader in self._readers:
+            reader.start()
+        if stdin is not None:
+            assert self._process.stdin is not None
+            with self._process.stdin as pipe:
+                pipe.write(stdin)
+
+    def _read(self, stream: Iterator[str], lists: list[list[str]]) -> None:
+        for line in stream:
+            with self._news:
+                for kept in lists:
+                    kept.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._open_streams -= 1
+            self._news.notify_all()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.said)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def expect(self, text: str, limit_s: float = LIMIT_S) -> str:
+        """The first line that has the text; waits for it."""
+        deadline = time.monotonic() + limit_s
+        with self._news:
+            while (line := next((line for line in self.said if text in line), None)) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self._open_streams:
+                    pytest.fail(f"{text!r} was never said; all that was said:\n{self.output}")
+                self._news.wait(left_s)
+        return line
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """The exit code; all output has been read by then."""
+        try:
+            code = self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {limit_s:.0f} s; it said:\n{self.output}")
+        for reader in self._readers:
+            reader.join(limit_s)
+        return code
+
+    def end(self) -> None:
+        if self.running:
+            self._process.kill()  # also ends a stopped process
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(5.0)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture(scope="module")
+def start_module() -> Iterator[Start]:
+    """`start` for programs that several tests look at."""
+    with_mark = _Started()
+    yield with_mark
+    with_mark.finish()
+
+
+@pytest.fixture
+def start(nothing_left_behind: None) -> Iterator[Start]:
+    with_mark = _Started()
+    yield with_mark
+    with_mark.finish()
+
+
+class _Started:
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self._programs: list[Program] = []
+
+    def __call__(self, *command: str, stdin: str | None = None, cwd: Path | None = None) -> Program:
+        """start("agent", ...) is python -m agent ..., start("-c", code) a script, start("cleave", ...) the command."""
+        match command[0]:
+            case "cleave":
+                begin = [str(Path(sys.executable).with_name("cleave"))]
+            case "-c":
+                begin = [sys.executable, "-c"]
+            case module:
+                begin = [sys.executable, "-m", module]
+        program = Program([*begin, *command[1:]], self._mark, stdin, cwd or ROOT)
+        self._programs.append(program)
+        return program
+
+    def finish(self) -> None:
+        for program in self._programs:
+            program.end()
+        left = marked_processes(self._mark)
+        _, alive = psutil.wait_procs(left, timeout=5.0)
+        for process in alive:
+            process.kill()
+        if alive:
+            pytest.fail(f"still running after the test: {[_describe(p) for p in alive]}")
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.Error, OSError):  # gone, or somebody else's
+            continue
+    return found
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"{process.pid} (gone)"
+
+
+@pytest.fixture
+def serve(nothing_left_behind: None) -> Iterator[Serve]:
+    servers: list[Server] = []
+
+    def serve(port: int = 0, heartbeat_s: float = 0.5) -> Server:
+        server = Server(port=port, heartbeat_s=heartbeat_s)
+        servers.append(server)
+        return server.start()
+
+    yield serve
+    for server in servers:
+        server.stop()
+    assert [server.error for server in servers if server.error is not None] == []
+
+
+@pytest.fixture(scope="session")
+def zero_copy_ready() -> None:
+    """The first zero-copy message of a process makes pyzmq start a thread that stays: not a leak, if it is there before
+    anybody counts."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
+        one.bind("inproc://zero-copy")
+        two.connect("inproc://zero-copy")
+        one.send(bytearray(1 << 20), copy=False)
+        two.recv()
+
+
+@pytest.fixture
+def nothing_left_behind(zero_copy_ready: None) -> Iterator[None]:
+    """Children, threads (Python's and ZeroMQ's) and descriptors after the test are those before it."""
+    gc.collect()
+    children, threads, zmq_threads, files = _children(), set(threading.enumerate()), _zmq_threads(), _descriptors()
+    yield
+    gc.collect()
+    until(lambda: len(_zmq_threads()) <= len(zmq_threads), "ZeroMQ's threads ended: a context was not closed", 5.0)
+    until(lambda: not set(threading.enumerate()) - threads, f"threads ended: {threading.enumerate()}", 5.0)
+    left = [p for p in _children() if p not in children]
+    for process in left:
+        process.kill()
+    assert [_describe(p) for p in left] == []
+    gc.collect()
+    more = {number: target for number, target in _descriptors().items() if files.get(number) != target}
+    assert len(_descriptors()) <= len(files), f"descriptors left open: {more}"
+
+
+def _children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _zmq_threads() -> list[str]:
+    """Linux only: elsewhere a thread's name cannot be seen from outside."""
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        try:
+            names.append(task.read_text().strip())
+        except OSError:
+            continue
+    return [name for name in names if name.startswith("ZMQbg")]
+
+
+def _descriptors() -> dict[str, str]:
+    """Open descriptors and what they are; only how many, where /proc is missing."""
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        return {str(i): "?" for i in range(psutil.Process().num_fds())}
+    found = {}
+    for entry in folder.iterdir():
+        try:
+            found[entry.name] = str(entry.readlink())
+        except OSError:  # the one with which the folder was read
+            continue
+    return found

@@ -1,0 +1,417 @@
+"""Promises of ps.operands and agent.operands: whatever blocks a connection is given, in whatever pieces their operands
+travel, the other side multiplies the right numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count, product
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.operands import BlockRow, Operands
+from agent.profile import Profile, pack_profiles
+from agent.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
+from ps.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels
+from ps.planner import Shape, plan
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
+
+Tile = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column, columns
+
+# ---- both ends of a connection
+
+
+class Line:
+    """A connection: what the server knows that the other side holds, and what the other side really holds."""
+
+    def __init__(self) -> None:
+        self.receiver = Operands()
+        self._held: dict[int, Held] = {}
+        self._piece_ids = count()
+        self.parcels: list[Parcel] = []
+
+    def send(self, job: int, operands: tuple[Operand, Operand], tiles: Sequence[Tile], blocks: Sequence[int]) -> None:
+        """Bring these blocks over, and check what the other side makes of each."""
+        devices = np.arange(len(tiles)) % 3
+        held = self._held.setdefault(job, Held())
+        arrived: list[tuple[int, int]] = []
+        for parcel in parcels(job, operands, np.array(tiles), np.array(blocks), devices, held, self._piece_ids):
+            self.parcels.append(parcel)
+            work = transmit(Work(1, np.empty(0, "<u8"), parcel.pieces, parcel.blocks, list(parcel.data)))
+            self.receiver.accept(work)
+            for row in work.blocks.tolist():
+                assert row[1] == job
+                arrived.append((row[0], row[2]))
+                b, bs, r, rs, c, cs = tiles[blocks.index(row[2])]
+                left, right = self.receiver.factors(row)
+                expected = operands[0].array[b : b + bs, r : r + rs] @ operands[1].array[
+                    b : b + bs, c : c + cs
+                ].transpose(0, 2, 1)
+                assert np.array_equal((left @ right).reshape(bs, rs, cs), expected)
+        assert sorted(arrived) == sorted(zip(devices.tolist(), blocks, strict=True))
+
+    def release(self, job: int) -> None:
+        del self._held[job]
+        self.receiver.accept(transmit(Work(1, np.array([job], "<u8"), np.empty(0, PIECE), np.empty(0, BLOCK), [])))
+
+
+def transmit(work: Work) -> Work:
+    """Through the wire format and back."""
+    frames = [f.tobytes() if isinstance(f, np.ndarray) else bytes(f) for f in encode(work)]
+    arrived = decode(frames)
+    assert isinstance(arrived, Work)
+    return arrived
+
+
+# ---- products, and ways to tile them
+
+# The same shape lying differently in memory. Values are small integers: products are exact, so == may be used.
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "row-major": np.ascontiguousarray,
+    "transposed": lambda x: np.ascontiguousarray(x.transpose(0, 2, 1)).transpose(0, 2, 1),
+    "batch inside": lambda x: np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2),
+    "strided": lambda x: np.repeat(x, 2, axis=2)[:, :, ::2],
+    "rows of a larger one": lambda x: np.pad(x, [(0, 0), (1, 1), (2, 1)])[:, 1:-1, 2:-1],
+    "broadcast along the batch": lambda x: np.broadcast_to(x[:1], x.shape),
+    "broadcast along the rows": lambda x: np.broadcast_to(x[:, :1], x.shape),
+    "broadcast along the inner length": lambda x: np.broadcast_to(x[:, :, :1], x.shape),
+}
+layouts = st.sampled_from(sorted(LAYOUTS))
+
+
+def operand(shape: tuple[int, int, int], layout: str) -> Operand:
+    """Every value is another one, as far as the layout allows."""
+    return Operand(LAYOUTS[layout](np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)))
+
+
+def operands_of(shape: Shape, left: str = "row-major", right: str = "row-major") -> tuple[Operand, Operand]:
+    return (
+        operand((shape.batch, shape.rows, shape.inner), left),
+        operand((shape.batch, shape.columns, shape.inner), right),
+    )
+
+
+shapes = st.builds(Shape, st.integers(1, 4), st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
+
+
+@st.composite
+def halves(draw: st.DrawFn, tile: Tile) -> tuple[Tile, Tile] | None:
+    """The tile cut in two anywhere along any axis; None if it is one cell."""
+    axes = [axis for axis in (0, 2, 4) if tile[axis + 1] > 1]
+    if not axes:
+        return None
+    axis = draw(st.sampled_from(axes))
+    at = draw(st.integers(1, tile[axis + 1] - 1))
+    first, second = list(tile), list(tile)
+    first[axis + 1] = at
+    second[axis] += at
+    second[axis + 1] -= at
+    b0, bs0, r0, rs0, c0, cs0 = first
+    b1, bs1, r1, rs1, c1, cs1 = second
+    return (b0, bs0, r0, rs0, c0, cs0), (b1, bs1, r1, rs1, c1, cs1)
+
+
+def whole(shape: Shape) -> Tile:
+    return 0, shape.batch, 0, shape.rows, 0, shape.columns
+
+
+@st.composite
+def any_tiling(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+    tiles = [whole(shape)]
+    for _ in range(draw(st.integers(0, 12))):
+        tile = tiles.pop(draw(st.integers(0, len(tiles) - 1)))
+        both = draw(halves(tile))
+        tiles += [tile] if both is None else both
+    return tiles
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+    def intervals(length: int) -> list[tuple[int, int]]:
+        cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=5))) if length > 1 else []
+        return [(a, b - a) for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+
+    across = intervals(shape.batch), intervals(shape.rows), intervals(shape.columns)
+    return [(b, bs, r, rs, c, cs) for (b, bs), (r, rs), (c, cs) in product(*across)]
+
+
+@st.composite
+def planned(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+    """What the planner makes of it for some fleet."""
+    speeds = draw(st.lists(st.sampled_from([1e6, 3e6, 1e7, 1e9]), min_size=1, max_size=12))
+    fleet = pack_profiles([Profile(flops, 1e-4, 1e7, 1e6, 0.0, 1 << 30, 2) for flops in speeds])
+    return [tuple(tile) for tile in plan(shape, fleet, np.zeros(len(fleet))).tiles.tolist()]
+
+
+@st.composite
+def in_calls(draw: st.DrawFn, tiles: list[Tile], max_calls: int = 4) -> list[list[int]]:
+    """The tiles' numbers in any order, divided over several calls; some tiles may go to somebody else."""
+    order = draw(st.permutations(range(len(tiles))))[: draw(st.integers(1, len(tiles)))]
+    calls: list[list[int]] = [[] for _ in range(max_calls)]
+    for number in order:
+        calls[draw(st.integers(0, max_calls - 1))].append(number)
+    return [call for call in calls if call]
+
+
+# ---- the right numbers arrive
+
+
+@settings(calm, max_examples=250)
+@given(data=st.data())
+def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) -> None:
+    """Any product, layout, tiling and order of sending; some blocks are cut again afterwards and sent anew."""
+    shape = data.draw(shapes)
+    operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
+    tiles = data.draw(any_tiling(shape))
+    line = Line()
+    for call in data.draw(in_calls(tiles)):
+        line.send(7, operands, [tiles[n] for n in call], call)
+        again = data.draw(halves(tiles[call[0]]))
+        if again is not None:
+            line.send(7, operands, list(again), [len(tiles), len(tiles) + 1])
+
+
+@settings(calm, max_examples=100)
+@given(data=st.data(), message_bytes=st.integers(1, 400), message_pieces=st.integers(2, 6))
+def test_messages_stay_small_and_complete_whatever_the_limits(
+    data: st.DataObject, message_bytes: int, message_pieces: int
+) -> None:
+    shape = data.draw(shapes)
+    operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
+    tiles = data.draw(any_tiling(shape))
+    largest = max(4 * shape.inner * bs * (rs + cs) for _, bs, _, rs, _, cs in tiles)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ps.operands.MESSAGE_BYTES", message_bytes)
+        patch.setattr("ps.operands.MESSAGE_PIECES", message_pieces)
+        line = Line()
+        for call in data.draw(in_calls(tiles)):
+            line.send(0, operands, [tiles[n] for n in call], call)
+    for parcel in line.parcels:
+        assert len(parcel.blocks) > 0
+        assert len(parcel.pieces) == len(parcel.data) <= message_pieces
+        assert sum(d.nbytes for d in parcel.data) <= message_bytes + largest
+
+
+def test_a_thousand_scattered_blocks_fit_the_frames_of_the_protocol() -> None:
+    shape = Shape(1, 2000, 2, 2000)
+    tiles = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(1000)]
+    line = Line()
+    line.send(0, operands_of(shape), tiles, range(1000))  # would be refused by the other side
+    assert max(len(parcel.pieces) for parcel in line.parcels) == MESSAGE_PIECES
+
+
+# ---- nothing travels twice
+
+
+def needed_bytes(shape: Shape, tiles: Sequence[Tile]) -> int:
+    """Every cell of an operand that some tile needs, once."""
+    left = np.zeros((shape.batch, shape.rows), bool)
+    right = np.zeros((shape.batch, shape.columns), bool)
+    for b, bs, r, rs, c, cs in tiles:
+        left[b : b + bs, r : r + rs] = right[b : b + bs, c : c + cs] = True
+    return 4 * shape.inner * int(left.sum() + right.sum())
+
+
+@settings(calm, max_examples=150)
+@given(data=st.data())
+def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    tiles = data.draw(grids(shape))
+    line, sent = Line(), []
+    for call in data.draw(in_calls(tiles)):
+        line.send(0, operands_of(shape), [tiles[n] for n in call], call)
+        sent += [tiles[n] for n in call]
+        assert line.receiver.bytes == needed_bytes(shape, sent)
+
+
+@settings(calm, max_examples=150)
+@given(data=st.data())
+def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    tiles = data.draw(planned(shape))
+    (call,) = data.draw(in_calls(tiles, max_calls=1))
+    line = Line()
+    line.send(0, operands_of(shape), [tiles[n] for n in call], call)
+    assert line.receiver.bytes == needed_bytes(shape, [tiles[n] for n in call])
+
+
+@settings(calm, max_examples=150)
+@given(data=st.data())
+def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_several_calls(data: st.DataObject) -> None:
+    """A pod's devices are served one by one as they become free: still each cell once."""
+    shape = data.draw(shapes)
+    tiles = data.draw(planned(shape))
+    line, sent = Line(), []
+    for call in data.draw(in_calls(tiles)):
+        line.send(0, operands_of(shape), [tiles[n] for n in call], call)
+        sent += [tiles[n] for n in call]
+        assert line.receiver.bytes == needed_bytes(shape, sent)
+
+
+def test_a_block_sent_again_brings_no_operands() -> None:
+    shape, line = Shape(2, 6, 3, 6), Line()
+    for block in range(3):
+        line.send(0, operands_of(shape), [(0, 2, 1, 3, 2, 4)], [block])
+        assert line.receiver.bytes == needed_bytes(shape, [(0, 2, 1, 3, 2, 4)])
+
+
+@pytest.mark.parametrize("layout", ["row-major", "transposed"])
+def test_an_operand_leaves_from_where_it_lies(layout: str) -> None:
+    factor = operand((1, 6, 4), layout)
+    assert np.shares_memory(factor.piece((0, 1, 0, 6)), factor.array)
+
+
+def test_a_slab_that_must_be_packed_is_packed_once() -> None:
+    factor = operand((2, 6, 4), "strided")
+    piece = factor.piece((0, 2, 1, 4))
+    assert piece.flags.c_contiguous
+    assert not np.shares_memory(piece, factor.array)
+    assert factor.piece((0, 2, 1, 4)) is piece
+
+
+# ---- releasing
+
+
+@settings(calm, max_examples=60)
+@given(data=st.data())
+def test_releasing_every_job_frees_every_byte_and_disturbs_no_other_job(data: st.DataObject) -> None:
+    jobs = {}
+    line = Line()
+    for job in data.draw(st.permutations([0, 1, 2**63])):
+        shape = data.draw(shapes)
+        jobs[job] = operands_of(shape), data.draw(any_tiling(shape))
+    sizes = {}
+    for job, (operands, tiles) in jobs.items():
+        before = line.receiver.bytes
+        line.send(job, operands, tiles, range(len(tiles)))
+        sizes[job] = line.receiver.bytes - before
+        assert sizes[job] > 0
+    for job in data.draw(st.permutations(list(jobs))):
+        line.release(job)
+        del jobs[job], sizes[job]
+        assert line.receiver.bytes == sum(sizes.values())
+        for other, (operands, tiles) in jobs.items():
+            line.send(other, operands, tiles, range(len(tiles)))
+    assert line.receiver.bytes == 0
+
+
+def test_releasing_a_job_that_is_not_there_changes_nothing() -> None:
+    line = Line()
+    shape = Shape(1, 2, 2, 2)
+    line.send(1, operands_of(shape), [whole(shape)], [0])
+    line.receiver.release([0, 2, 99])
+    assert line.receiver.bytes == needed_bytes(shape, [whole(shape)])
+
+
+def test_clear_frees_every_byte() -> None:
+    line, shape = Line(), Shape(2, 3, 4, 5)
+    for job in range(3):
+        line.send(job, operands_of(shape), [whole(shape)], [0])
+    line.receiver.clear()
+    assert line.receiver.bytes == 0
+
+
+# ---- work that does not add up
+
+# pieces 10 and 11 hold 2 x 4 rows and 2 x 5 columns over an inner length of 3; one block takes all of both
+WORK = Work(
+    stamp_ns=0,
+    released=np.empty(0, "<u8"),
+    pieces=np.array([(10, OUTER_MAJOR, 1, 2, 4, 3), (11, INNER_MAJOR, 1, 2, 5, 3)], PIECE),
+    blocks=np.array([(0, 1, 0, 10, 11, 0, 0, 0, 0, 2, 4, 5)], BLOCK),
+    data=[np.ones(24, np.float32), np.ones(30, np.float32)],
+)
+
+
+def block_with(**changes: int) -> Work:
+    blocks = WORK.blocks.copy()
+    for name, value in changes.items():
+        blocks[name] = value
+    return replace(WORK, blocks=blocks)
+
+
+def test_a_block_may_take_all_of_its_pieces() -> None:
+    operands = Operands()
+    operands.accept(transmit(WORK))
+    left, right = operands.factors(WORK.blocks[0].tolist())
+    assert (left.shape, right.shape) == ((2, 4, 3), (2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 5},
+        {"columns": 6},
+        {"batch": 3},
+        {"left_outer": 1},
+        {"right_outer": 1},
+        {"left_batch": 1},
+        {"right_batch": 1},
+        {"left_outer": 2**32 - 1},
+        {"right_outer": 2**32 - 4},
+        {"left_batch": 2**32 - 1},
+        {"rows": 2**32 - 1},
+        {"left_outer": 2**32 - 1, "rows": 2},
+        {"right_batch": 2**32 - 1, "batch": 2},
+    ],
+    ids=str,
+)
+def test_a_block_that_reaches_outside_its_piece_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(WireError, match=r"reaches beyond piece 1[01]"):
+        Operands().accept(transmit(block_with(**changes)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_block_of_an_unknown_piece_is_refused(side: str) -> None:
+    with pytest.raises(WireError, match="names piece 12, which was never sent"):
+        Operands().accept(transmit(block_with(**{side: 12})))
+
+
+def test_a_block_of_a_released_piece_is_refused() -> None:
+    operands = Operands()
+    operands.accept(transmit(WORK))
+    later = replace(WORK, released=np.array([1], "<u8"), pieces=np.empty(0, PIECE), data=[])
+    with pytest.raises(WireError, match="never sent"):
+        operands.accept(transmit(later))
+
+
+def test_a_block_whose_factors_do_not_fit_each_other_is_refused() -> None:
+    pieces = np.array([(10, OUTER_MAJOR, 1, 2, 4, 3), (11, INNER_MAJOR, 1, 2, 5, 2)], PIECE)
+    odd = replace(WORK, pieces=pieces, data=[np.ones(24, np.float32), np.ones(20, np.float32)])
+    with pytest.raises(WireError, match="inner lengths 3 and 2"):
+        Operands().accept(transmit(odd))
+
+
+def test_a_piece_that_comes_twice_is_refused() -> None:
+    """Otherwise its bytes are counted twice and its release fails."""
+    operands = Operands()
+    operands.accept(transmit(WORK))
+    with pytest.raises(WireError, match="10"):
+        operands.accept(transmit(WORK))
+
+
+@settings(calm, max_examples=200)
+@given(data=st.data())
+def test_work_with_changed_figures_is_refused_or_can_be_done_and_released(data: st.DataObject) -> None:
+    pieces, blocks = WORK.pieces.copy(), np.repeat(WORK.blocks, 2)
+    for _ in range(data.draw(st.integers(1, 4))):
+        table = data.draw(st.sampled_from((pieces, blocks)))
+        name = data.draw(st.sampled_from(table.dtype.names or ()))
+        value = data.draw(st.one_of(st.integers(0, 12), st.sampled_from([2**31, 2**32 - 1])))
+        table[name][data.draw(st.integers(0, len(table) - 1))] = value
+    operands = Operands()
+    try:
+        operands.accept(transmit(replace(WORK, pieces=pieces, blocks=blocks)))
+    except WireError:
+        pass
+    else:
+        for row in cast("list[BlockRow]", blocks.tolist()):
+            left, right = operands.factors(row)
+            assert (left @ right).size == row[9] * row[10] * row[11]
+    operands.clear()
+    assert operands.bytes == 0
