@@ -488,7 +488,7 @@ def test_an_answer_of_the_wrong_size_is_refused_and_the_block_redone(
         pass
     assert "size" in refused.reason
     _stay_alive_until_done(stranger, product)
-    product.check()
+    product.check(limit_s=0)
 
 
 def test_a_device_that_fails_every_block_gets_no_more(start: Start, serve: Serve, stranger_at: Any) -> None:
@@ -503,16 +503,33 @@ def test_a_device_that_fails_every_block_gets_no_more(start: Start, serve: Serve
     failed = [(0, row["job"], row["block"], FAILED, 0, 0.0, 0) for row in work.blocks]
     stranger.send(Result(np.array(failed, ANSWER), b""))
     _stay_alive_until_done(stranger, product)
-    product.check()
+    product.check(limit_s=0)
     assert any("suspended stranger" in text for text in noticed)
     assert server.devices == 1
 
 
 def _stay_alive_until_done(stranger: Stranger, product: Multiplication) -> None:
     """Heartbeats, so that it is not silence that ends the stranger's stay."""
-    deadline = time.monotonic() + 10
-    while not product.done.wait(0.05) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 8
+    while not product.done.wait(0.05):
+        assert time.monotonic() < deadline, "its blocks were never given to another"
         stranger.send(Heartbeat())
+
+
+def test_who_says_goodbye_several_times_is_counted_once(start: Start, serve: Serve, stranger_at: Any) -> None:
+    server = serve()
+    server.notice = lambda text: None
+    agents(start, server, 1)
+    stranger: Stranger = stranger_at(server)
+    stranger.join()
+    assert server.wait_for_devices(2, LIMIT_S)
+    for devices in ([0, 0, 0], [0], [7]):
+        stranger.send(Leave(np.array(devices, "<u4"), "bye"))
+    stranger.socket.send_multipart([b"LASTWORD"])
+    while not isinstance(message := stranger.receive(), Refused) or "LASTWORD" not in message.reason:
+        pass
+    assert server.devices == 1
+    Multiplication(server, (1, 60, 70, 80)).check()
 
 
 # ---- addresses
@@ -543,7 +560,7 @@ def test_a_port_in_use_is_told_and_what_to_do(serve: Serve) -> None:
 )
 def test_an_agent_with_a_wrong_option_says_which_and_ends(start: Start, arguments: list[str], told: str) -> None:
     agent = start("agent", "--kernel", "numpy", *arguments)
-    assert agent.wait() == 2
+    assert agent.wait(limit_s=10.0) == 2
     assert told in agent.output
     assert "Traceback" not in agent.output
 

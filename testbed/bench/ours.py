@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from agent.profile import MAX_RATE, Profile, pack_profiles
@@ -104,7 +103,3 @@ def best(server: Server, work: Work, devices: int, repeats: int) -> float:
 
 def unlimited(count: int) -> NDArray[np.void]:
     return pack_profiles([UNLIMITED] * count)
-
-
-def memory_bytes(pids: list[int]) -> int:
-    return sum(psutil.Process(pid).memory_info().rss for pid in pids)

@@ -1,0 +1,171 @@
+"""`make bench`: the data plane, a training step, the emulator's density and a round over thousands of devices.
+
+What is compared is measured in one run, pass by pass in turn, best of several: machines are noisy, ratios less so.
+Results go to runs/bench-*/bench.json and, as a table, to the screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from testbed.bench import density, ours
+from testbed.bench.peers import run_peers
+from testbed.bench.raw import RawWorkers, check, numpy_in_process
+from testbed.bench.work import W1, W2, Work, round_of
+from testbed.display import Display
+from testbed.results import environment, write_json
+
+ROUNDS = (1000, 4000)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    what: str
+    measured: str
+    compared: str
+    ratio: float | None
+    goal: str
+    met: bool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m testbed.bench", description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
+    parser.add_argument("--only", default="abcd", help="parts to run: a data plane, b step, c density, d rounds")
+    parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
+    options = parser.parse_args()
+    display, rows, raw = Display(), [], {}
+    seconds: dict[str, float] = {}
+    if "a" in options.only:
+        display.say("(a) data plane: W1 and W2 over two local agents, in turn with raw ZeroMQ; about 15 s")
+        for work in (W1, W2):
+            result = data_plane(work, options.repeats)
+            raw[f"data plane {work.name}"] = result
+            seconds[work.name] = result["ours_s"]
+            rows.append(_against_raw(work, result))
+    if "b" in options.only:
+        from testbed.bench import step
+
+        display.say("(b) a training step of OPT-125M over two local agents, in turn with plain PyTorch; about 60 s")
+        result = raw["step"] = step.measure()
+        rows.append(
+            Row(
+                f"(b) OPT-125M step, {result['batch']} x {result['sequence']} tokens",
+                f"{result['ours_s']:.2f} s",
+                f"plain PyTorch {result['plain_s']:.2f} s",
+                result["ratio"],
+                "at most 2.0",
+                result["ratio"] <= 2.0,
+            )
+        )
+    if "c" in options.only:
+        display.say("(c) emulator density: 4,000 devices, 2,000 blocks a second; about 10 s")
+        result = raw["density"] = density.measure()
+        kib, late_ms = result["bytes_a_device"] / 1024, 1e3 * result["late_p99_s"]
+        rate = f"{result['blocks_per_s']:,.0f} blocks/s"
+        rows.append(Row("(c) memory of 4,000 devices", f"{kib:.0f} KiB each", rate, None, "100 KiB", kib <= 100))
+        rows.append(Row("(c) p99 lateness", f"{late_ms:.2f} ms", rate, None, "2 ms", late_ms <= 2))
+    if "d" in options.only:
+        for count in ROUNDS:
+            display.say(f"(d) a round: one W2 block for each of {count:,} devices, no modelled time; about 5 s")
+            work = round_of(count)
+            with ours.emulated(ours.unlimited(count), "off") as (server, _):
+                took = ours.best(server, work, count, options.repeats)
+            seconds[work.name] = took
+            raw[f"round {count}"] = {"seconds": took, "blocks_per_s": count / took}
+            fast = count / took >= 20_000
+            rows.append(
+                Row(f"(d) {work.name}", f"{took:.4f} s", f"{count / took:,.0f} blocks/s", None, "20,000/s", fast)
+            )
+    if options.peers:
+        peers = raw["peers"] = run_peers(progress=display.say)
+        rows += _against_peers(peers, seconds)
+    folder = Path("runs") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder.mkdir(parents=True)
+    write_json(folder / "bench.json", {"rows": [asdict(r) for r in rows], "raw": raw, "environment": environment()})
+    _print(display.console, rows)
+    display.console.print(f"all figures: {folder}/bench.json")
+    if not options.peers:
+        display.console.print("beside Ray and Dask: make bench PEERS=1")
+    return 0
+
+
+def data_plane(work: Work, repeats: int) -> dict[str, Any]:
+    """Ours and raw ZeroMQ in turn, NumPy after them."""
+    a, b = work.operands()
+    plan = ours.plan_over(work, 2)
+    mine: list[float] = []
+    raw: dict[bool, list[float]] = {True: [], False: []}
+    with ours.agents(2) as server, RawWorkers(2) as workers:
+        for turn in range(repeats + 1):
+            took, result = ours.multiply(server, work, a, b, plan)
+            mine.append(took)
+            for slab_once in (True, False):
+                begun = time.perf_counter()
+                other = workers.multiply(work, a, b, slab_once=slab_once)
+                raw[slab_once].append(time.perf_counter() - begun)
+            if turn == 0:  # the first pass warms up and is checked, not counted
+                check(work, result, a, b)
+                check(work, other, a, b)
+                mine.clear()
+                raw = {True: [], False: []}
+    return {
+        "ours_s": min(mine),
+        "raw_slab_once_s": min(raw[True]),
+        "raw_slab_a_block_s": min(raw[False]),
+        "numpy_2_threads_s": numpy_in_process(work, threads=2),
+        "all_ours_s": mine,
+        "all_raw_s": raw[True],
+    }
+
+
+def _against_raw(work: Work, result: dict[str, Any]) -> Row:
+    ratio = result["raw_slab_once_s"] / result["ours_s"]
+    return Row(
+        f"(a) {work.name}, {work.blocks:,} blocks",
+        f"{result['ours_s']:.4f} s",
+        f"raw ZeroMQ {result['raw_slab_once_s']:.4f} s, NumPy {result['numpy_2_threads_s']:.4f} s",
+        ratio,
+        "at least 0.6 of raw",
+        ratio >= 0.6,
+    )
+
+
+def _against_peers(peers: dict[str, dict[str, Any]], seconds: dict[str, float]) -> list[Row]:
+    rows = []
+    for name, peer in peers.items():
+        if peer["status"] != "ok":
+            rows.append(Row(f"{name}: {peer['status']}", "", peer["reason"], None, "", False))
+            continue
+        for work, figures in peer["works"].items():
+            if work not in seconds:
+                continue
+            ratio = figures["seconds"] / seconds[work]
+            least = 0.8 if work == "W1" else 10.0  # gaps under 25% are noise
+            goal = "no slower" if work == "W1" else "at least 10x"
+            text = f"{name} {peer['version']}: {figures['seconds']:.3f} s"
+            met = ratio >= least or (work == "W1" and name != "ray")
+            rows.append(Row(f"{work} against {name}", f"{seconds[work]:.4f} s", text, ratio, goal, met))
+    return rows
+
+
+def _print(console: Console, rows: list[Row]) -> None:
+    table = Table(title="make bench", title_justify="left")
+    for heading in ("what", "measured", "compared with", "ratio", "goal", ""):
+        table.add_column(heading)
+    for r in rows:
+        mark = "[green]yes[/green]" if r.met else "[red]no[/red]"
+        table.add_row(r.what, r.measured, r.compared, "" if r.ratio is None else f"{r.ratio:.2f}", r.goal, mark)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
