@@ -33,7 +33,7 @@ from emulator.device import Devices
 
 log = logging.getLogger(__name__)
 
-COALESCE_NS = 300_000  # answers due within this time of each other travel together
+COALESCE_NS = 500_000  # answers due within this time of each other travel together, none earlier than this
 ANSWERS_A_MESSAGE = 512
 SLICE_NS = 500_000  # computing goes on for about so long before the loop looks at the socket again
 SLICE_UNTIMED_NS = 5_000_000  # the same when no time is modelled and nothing can be late
@@ -50,6 +50,7 @@ class Pod:
         self._kernel = NumpyKernel()
         self._to_compute: list[tuple[int, int, BlockRow, float]] = []  # heap by due time
         self._to_send: list[tuple[int, int, Answer, Array]] = []  # heap by due time
+        self._sent_ns = 0  # when answers left last
         self._sequence = 0  # breaks ties in the heaps, first come first served
         self._cancelled: set[tuple[int, int]] = set()
         self.stopping = False
@@ -92,7 +93,7 @@ class Pod:
             return 0.0
         wait_s = line.heartbeat_s / 2
         if self._to_send:
-            wait_s = min(wait_s, self._clock.wait_s(self._to_send[0][0]))
+            wait_s = min(wait_s, self._clock.wait_s(max(self._to_send[0][0], self._sent_ns + COALESCE_NS)))
         return wait_s
 
     def _take(self, work: Work) -> None:
@@ -136,7 +137,10 @@ class Pod:
 
     def _send_due(self, line: Connection) -> None:
         now_ns = self._clock.now_ns()
+        if now_ns < self._sent_ns + COALESCE_NS:
+            return
         while self._to_send and self._to_send[0][0] <= now_ns:
+            self._sent_ns = now_ns
             due: list[tuple[int, int, Answer, Array]] = []
             while self._to_send and self._to_send[0][0] <= now_ns + COALESCE_NS and len(due) < ANSWERS_A_MESSAGE:
                 due.append(heapq.heappop(self._to_send))

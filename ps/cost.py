@@ -42,13 +42,19 @@ def block_bytes(batch: Any, rows: Any, inner: int, columns: Any) -> Any:
     return BYTES * batch * ((rows + columns) * inner + rows * columns)
 
 
-def largest_squares(profiles: NDArray[np.void], inner: int, seconds: Numbers) -> Numbers:
-    """Cells of the largest square block that each device returns within `seconds` (its own figure each).
+class Squares:
+    """The largest square block that each device returns within a given time, for one inner length n.
 
-    With the side x the time is a quadratic: (2 n / flops + 32 / up) x^2 + (64 n / down) x + fixed.
+    With the side x, the time is a quadratic: (2 n / flops + 32 / up) x^2 + (64 n / down) x + fixed.
     """
-    spare = np.maximum(seconds - 2 * profiles["latency_s"] - profiles["overhead_s"], 0.0)
-    a = 2 * inner / profiles["flops"] + 8 * BYTES / profiles["up_bps"]
-    b = 2 * 8 * BYTES * inner / profiles["down_bps"]
-    side: Numbers = (np.sqrt(b * b + 4 * a * spare) - b) / (2 * a)
-    return side * side
+
+    def __init__(self, profiles: NDArray[np.void], inner: int, backlog_s: Numbers) -> None:
+        self._fixed = backlog_s + 2 * profiles["latency_s"] + profiles["overhead_s"]
+        self._twice_a = 2 * (2 * inner / profiles["flops"] + 8 * BYTES / profiles["up_bps"])
+        self._b = 2 * 8 * BYTES * inner / profiles["down_bps"]
+        self._b_squared = self._b**2
+
+    def cells(self, seconds: float) -> Numbers:
+        spare = np.maximum(seconds - self._fixed, 0.0)
+        side: Numbers = (np.sqrt(self._b_squared + 2 * self._twice_a * spare) - self._b) / self._twice_a
+        return side * side

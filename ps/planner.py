@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.cost import block_bytes, block_seconds, largest_squares
+from ps.cost import Squares, block_bytes, block_seconds
 
 Integers = NDArray[np.int64]
 
@@ -101,12 +101,13 @@ def _level(
     shape: Shape, profiles: NDArray[np.void], backlog_s: NDArray[np.float64]
 ) -> tuple[float, NDArray[np.float64]]:
     """The moment T at which these devices, all ending together, have covered the output; and the cells of each."""
+    squares = Squares(profiles, shape.inner, backlog_s)
     low, high = 0.0, 1e-3
-    while (cells := largest_squares(profiles, shape.inner, high - backlog_s)).sum() < shape.cells:
+    while (cells := squares.cells(high)).sum() < shape.cells:
         low, high = high, high * 2
     while high - low > 0.01 * high:
         middle = (low + high) / 2
-        got = largest_squares(profiles, shape.inner, middle - backlog_s)
+        got = squares.cells(middle)
         if got.sum() >= shape.cells:
             high, cells = middle, got
         else:

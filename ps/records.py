@@ -12,14 +12,21 @@ from ps.planner import Integers, Shape
 
 class Records:
     def __init__(self) -> None:
-        self._answers: list[NDArray[np.void]] = []
-        self._received_ns: list[int] = []
+        self._answers: list[tuple[NDArray[np.void], int, int]] = []  # as they came, first device, received
         self._jobs: dict[int, tuple[str, int, int, Integers, NDArray[np.uint64]]] = {}
 
-    def answered(self, answers: NDArray[np.void], received_ns: int) -> None:
-        """Answers that were accepted, `device` being the server's id."""
-        self._answers.append(answers)
-        self._received_ns.append(received_ns)
+    def answered(
+        self,
+        answers: NDArray[np.void],
+        first_device: int,
+        received_ns: int,
+        counted: set[tuple[int, int, int]] | None = None,
+    ) -> None:
+        """The answers of one message; all of them count, or those whose (device, job, block) is in `counted`."""
+        if counted is not None:
+            rows = answers[["device", "job", "block"]].tolist()
+            answers = answers[[(device + first_device, job, block) in counted for device, job, block in rows]]
+        self._answers.append((answers.copy(), first_device, received_ns))  # the original holds the whole message
 
     def finished(
         self, job: int, name: str, step: int, shape: Shape, tiles: Integers, sent_ns: NDArray[np.uint64]
@@ -28,10 +35,12 @@ class Records:
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """One row a block, in the order of arrival; times in seconds since the first block was sent."""
-        answers = np.concatenate(self._answers) if self._answers else np.empty(0, dtype=[("job", "<u8")])
-        if not len(answers):
+        if not self._answers:
             return {}
-        received_ns = np.repeat(np.array(self._received_ns, np.uint64), [len(a) for a in self._answers])
+        answers = np.concatenate([a for a, _, _ in self._answers])
+        lengths = [len(a) for a, _, _ in self._answers]
+        answers["device"] += np.repeat(np.array([first for _, first, _ in self._answers], np.uint32), lengths)
+        received_ns = np.repeat(np.array([at for _, _, at in self._answers], np.uint64), lengths)
         known = np.isin(answers["job"], np.fromiter(self._jobs, np.uint64, len(self._jobs)))
         answers, received_ns = answers[known], received_ns[known]
         jobs, position = np.unique(answers["job"], return_inverse=True)

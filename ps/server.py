@@ -91,11 +91,11 @@ class Product:
     step: int = 0
     urgent: bool = True
     plan: Plan | None = None
+    shape: Shape = field(init=False)
 
-    @property
-    def shape(self) -> Shape:
+    def __post_init__(self) -> None:
         batch, rows, inner = self.left.array.shape
-        return Shape(batch, rows, inner, self.right.array.shape[1])
+        self.shape = Shape(batch, rows, inner, self.right.array.shape[1])
 
 
 @dataclass(slots=True)
@@ -106,6 +106,16 @@ class Live:
     job: Job  # the dispatcher's record of it
     sent_ns: NDArray[np.uint64]
     holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
+    tiles: list[list[int]] = field(
+        default_factory=list
+    )  # the job's tiles as plain numbers, which are faster one by one
+
+    def tile(self, block: int) -> list[int]:
+        if len(self.tiles) < len(self.job.tiles):  # it has been cut again since
+            self.tiles = self.job.tiles.tolist()
+        if block >= len(self.tiles):
+            raise WireError(f"an answer names block {block} of a job that has {len(self.tiles)}")
+        return self.tiles[block]
 
 
 @dataclass(slots=True)
@@ -379,54 +389,41 @@ class Server:
     def _answers(self, batch: list[tuple[Peer, Result]]) -> None:
         """All or nothing: whatever does not fit raises WireError before anything is changed."""
         received_ns = time.monotonic_ns()
-        answers = np.concatenate([message.answers for _, message in batch])
-        lengths = [len(message.answers) for _, message in batch]
-        if np.any(answers["device"] >= np.repeat([peer.count for peer, _ in batch], lengths)):
-            raise WireError("an answer names a device that is not there")
-        answers["device"] += np.repeat(np.array([peer.first for peer, _ in batch], np.uint32), lengths)
-        good = answers["status"] == DONE
-        tiles = np.zeros((len(answers), 6), np.int64)
-        inner = np.zeros(len(answers), np.int64)
-        for job in set(answers["job"].tolist()):
-            live = self._jobs.get(job)
-            if live is None:
-                continue  # an answer to a finished job: the dispatcher will not count it
-            mine = np.flatnonzero(answers["job"] == job)
-            blocks = answers["block"][mine]
-            if blocks.max() >= len(live.job.tiles):
-                raise WireError(f"an answer names a block that job {job} does not have")
-            tiles[mine] = live.job.tiles[blocks]
-            inner[mine] = live.product.shape.inner
-            size = tiles[mine, 1] * tiles[mine, 3] * tiles[mine, 5]
-            if np.any((size != answers["cells"][mine]) & good[mine]):
-                raise WireError(f"an answer to job {job} does not have the size of its block")
-        cells = [np.frombuffer(message.data, np.float32) for _, message in batch]
-        # where each answer's cells begin, in the data of its own message
-        ends = np.cumsum(answers["cells"], dtype=np.int64)
-        of_message = np.repeat(np.arange(len(batch)), lengths)
-        before = np.concatenate([[0], np.cumsum([len(c) for c in cells])])[of_message]
-        starts = (ends - answers["cells"] - before).tolist()
-        if not good.all():
-            bad = answers[~good]
-            self._handle(BlocksFailed(bad["device"].tolist(), bad["job"].tolist(), bad["block"].tolist()))
-        kept = np.flatnonzero(good)
-        taken = answers[kept]
-        event = BlocksReturned(taken["device"].tolist(), taken["job"].tolist(), taken["block"].tolist())
+        good, bad = BlocksReturned([], [], []), BlocksFailed([], [], [])
+        places: list[tuple[Live | None, NDArray[np.float32], list[int]]] = []
+        for peer, message in batch:
+            cells, start = np.frombuffer(message.data, np.float32), 0
+            for device, job, block, status, size, _, _ in message.answers.tolist():
+                if device >= peer.count:
+                    raise WireError(f"an answer names device {device}, the sender has {peer.count}")
+                live = self._jobs.get(job)  # None: its job is finished, the dispatcher will not count it
+                tile = live.tile(block) if live is not None else []
+                if live is not None and status == DONE and size != tile[1] * tile[3] * tile[5]:
+                    raise WireError(f"an answer to block {block} of job {job} has {size} cells, which is not its size")
+                event = good if status == DONE else bad
+                event.devices.append(peer.first + device)
+                event.jobs.append(job)
+                event.blocks.append(block)
+                if status == DONE:
+                    places.append((live, cells[start : start + size], tile))
+                start += size
+        if bad.devices:
+            self._handle(bad)
 
         def accept(positions: list[int]) -> None:
-            rows, message_of, index = tiles.tolist(), of_message.tolist(), kept.tolist()
             for position in positions:
-                i = index[position]
-                b, bs, r, rs, c, cs = rows[i]
-                block = cells[message_of[i]][starts[i] : starts[i] + bs * rs * cs].reshape(bs, rs, cs)
-                self._jobs[event.jobs[position]].product.out[b : b + bs, r : r + rs, c : c + cs] = block
-            accepted = taken[positions]
+                live, cells, (b, bs, r, rs, c, cs) = places[position]
+                assert live is not None
+                live.product.out[b : b + bs, r : r + rs, c : c + cs] = cells.reshape(bs, rs, cs)
+                self.totals.flops += 2 * cells.size * live.product.shape.inner
+                self.totals.result_bytes += cells.nbytes
             self.totals.blocks += len(positions)
-            self.totals.flops += int((2 * inner[kept[positions]] * accepted["cells"]).sum())
-            self.totals.result_bytes += 4 * int(accepted["cells"].sum())
-            self.records.answered(accepted, received_ns)
+            whole = len(positions) == sum(len(message.answers) for _, message in batch)
+            counted = None if whole else {(good.devices[p], good.jobs[p], good.blocks[p]) for p in positions}
+            for peer, message in batch:
+                self.records.answered(message.answers, peer.first, received_ns, counted)
 
-        self._handle(event, accept)
+        self._handle(good, accept)
 
     # ---- instructions
 

@@ -279,11 +279,14 @@ def test_an_idle_agent_ends_at_once_when_asked(
     assert "Traceback" not in agent.output
 
 
-def test_an_agent_without_a_server_still_ends_when_asked(start: Start) -> None:
-    agent = start("agent", "--ps", f"tcp://127.0.0.1:{free_port()}", *FAST)
-    agent.expect("kernel")
-    agent.signal(signal.SIGTERM)
-    assert agent.wait(limit_s=5.0) == 0
+def test_an_agent_at_a_door_where_nobody_answers_still_ends_when_asked(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        mute.settimeout(LIMIT_S)
+        agent = start("agent", "--ps", f"tcp://127.0.0.1:{mute.getsockname()[1]}", *FAST)
+        line, _ = mute.accept()
+        with line:
+            agent.signal(signal.SIGTERM)
+            assert agent.wait(limit_s=5.0) == 0
 
 
 def test_an_agent_started_before_the_server_joins_when_it_comes_up(start: Start, serve: Serve) -> None:

@@ -1,0 +1,307 @@
+"""The real `cleave` command in an empty folder: what it promises to whoever types it, rightly or wrongly."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import signal
+import socket
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Program, Start, Until
+
+RUN_LIMIT_S = 90.0
+SMALL = ("--devices", "40", "--set", "data.batch=2", "--set", "data.sequence=16")
+NAMED_BY_THE_ISSUE = (
+    "devices",
+    "steps",
+    "losses",
+    "reference_losses",
+    "loss_max_abs_diff",
+    "step_s",
+    "blocks",
+    "bytes_down",
+    "bytes_up",
+    "verdict",
+)
+
+
+class Run:
+    """A finished run, as its folder tells it."""
+
+    def __init__(self, program: Program, folder: Path) -> None:
+        self.code, self.output = program.wait(RUN_LIMIT_S), program.output
+        assert self.code == 0, self.output
+        (self.folder,) = (folder / "runs").iterdir()
+        self.summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        with (self.folder / "steps.csv").open(newline="", encoding="utf-8") as file:
+            self.steps = list(csv.DictReader(file))
+        events = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        self.events: list[dict[str, Any]] = [json.loads(line) for line in events]
+        self.blocks = pyarrow.parquet.read_table(self.folder / "blocks.parquet")
+
+
+@pytest.fixture(scope="module")
+def runs(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """An OPT and a Llama model, two steps each, at the same time."""
+    started = {}
+    for scenario in ("quickstart", "llama"):
+        folder = tmp_path_factory.mktemp(scenario)
+        started[scenario] = start_module("cleave", "run", scenario, *SMALL, "--steps", "2", cwd=folder), folder
+    return {scenario: Run(*pair) for scenario, pair in started.items()}
+
+
+@pytest.mark.parametrize(("scenario", "model"), [("quickstart", "opt-tiny"), ("llama", "llama-tiny")])
+def test_the_loss_is_that_of_plain_pytorch_and_the_devices_did_all_of_it(
+    runs: dict[str, Run], scenario: str, model: str
+) -> None:
+    summary = runs[scenario].summary
+    assert summary["model"] == model
+    assert len(summary["losses"]) == len(summary["reference_losses"]) == summary["steps"] == 2
+    largest = max(abs(a - b) for a, b in zip(summary["losses"], summary["reference_losses"], strict=True))
+    assert summary["loss_max_abs_diff"] == largest <= 1e-4
+    assert all(4 < loss < 7 for loss in summary["losses"])  # near ln 256 at first: a model that sees nothing yet
+    assert summary["flops_done"] == summary["flops_reference"] > 0
+    assert summary["verdict"] in ("VALID", "DEGRADED")
+
+
+@pytest.mark.parametrize("scenario", ["quickstart", "llama"])
+def test_the_summary_has_what_was_promised(runs: dict[str, Run], scenario: str) -> None:
+    summary = runs[scenario].summary
+    assert not set(NAMED_BY_THE_ISSUE) - set(summary)
+    assert summary["devices"] == 40
+    assert 0 < summary["step_s"]["p50"] <= summary["step_s"]["p95"]
+    assert summary["bytes_down"] > summary["bytes_up"] > 0
+    assert summary["lost_devices"] == 0
+    assert summary["real_devices"] == {}
+
+
+@pytest.mark.parametrize("scenario", ["quickstart", "llama"])
+def test_every_file_of_the_results_is_readable_and_they_agree(runs: dict[str, Run], scenario: str) -> None:
+    run = runs[scenario]
+    assert run.blocks.num_rows == run.summary["blocks"] == sum(int(row["blocks"]) for row in run.steps)
+    assert [float(row["loss"]) for row in run.steps] == run.summary["losses"]
+    assert [float(row["reference_loss"]) for row in run.steps] == run.summary["reference_losses"]
+    assert sum(int(row["bytes_down"]) for row in run.steps) == run.summary["bytes_down"]
+    assert [event["step"] for event in run.events if event["event"] == "step"] == [1, 2]
+    scenario_used = tomllib.loads((run.folder / "scenario.toml").read_text(encoding="utf-8"))
+    assert scenario_used["fleet"]["devices"] == 40
+    assert scenario_used["data"] == {"text": "stdlib", "batch": 2, "sequence": 16}
+    environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
+    assert environment["packages"]["torch"].startswith("2.")
+    assert run.summary["verdict"] in (run.folder / "summary.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("scenario", ["quickstart", "llama"])
+def test_the_blocks_tile_every_product_and_their_flops_add_up(runs: dict[str, Run], scenario: str) -> None:
+    run = runs[scenario]
+    column = {name: run.blocks[name].to_numpy() for name in run.blocks.column_names}
+    cells = column["batches"].astype(np.int64) * column["rows"] * column["columns"]
+    assert int((2 * cells * column["inner"]).sum()) == run.summary["flops_done"]
+    assert 4 * int(cells.sum()) == run.summary["bytes_up"]
+    for job in np.unique(column["job"]).tolist():
+        mine = column["job"] == job
+        ends = [int((column[a][mine] + column[b][mine]).max()) for a, b in _EXTENTS]
+        written = np.zeros(ends, np.int8)
+        for row in np.flatnonzero(mine).tolist():
+            written[tuple(slice(column[a][row], column[a][row] + column[b][row]) for a, b in _EXTENTS)] += 1
+        assert (written == 1).all(), f"job {job}"
+    assert (column["received_s"] >= column["sent_s"]).all()
+
+
+_EXTENTS = (("batch", "batches"), ("row", "rows"), ("column", "columns"))
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]) -> None:
+    output = runs["quickstart"].output
+    for text in (
+        "server at tcp://",
+        "40 devices joined in",
+        "step 1 of 2: loss",
+        "step 2 of 2",
+        "s left",
+        "results in",
+    ):
+        assert text in output
+    assert "\x1b" not in output
+    assert "Traceback" not in output
+
+
+def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_nor_loss(
+    start: Start, runs: dict[str, Run], tmp_path: Path
+) -> None:
+    name = "[/dim]<b>phone</b>"  # a name is only a name
+    program = start("cleave", "run", "quickstart", *SMALL, "--steps", "40", cwd=tmp_path)
+    address = re.search(r"tcp://[\d.:]+", program.expect("server at", RUN_LIMIT_S))
+    assert address is not None
+    program.expect("step 1 of 40", RUN_LIMIT_S)
+    agent = start(
+        *("agent", "--ps", address[0], "--name", name, "--kernel", "numpy"),
+        *("--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms"),
+    )
+    agent.expect("joined")
+    seen = max(int(found) for found in re.findall(r"step (\d+) of 40", program.output))
+    program.expect(f"step {seen + 2} of 40")
+    agent.signal(signal.SIGKILL)
+    run = Run(program, tmp_path)
+    assert list(run.summary["real_devices"]) == [name]
+    assert run.summary["real_devices"][name] > 0
+    assert run.summary["lost_devices"] == 1
+    assert f"lost {name}" in run.output
+    assert run.summary["loss_max_abs_diff"] <= 1e-4
+    assert run.summary["flops_done"] == run.summary["flops_reference"]
+    assert int(run.steps[-1]["devices"]) == 40
+
+    # the same seed: the same weights and batches, whoever computes them
+    earlier = runs["quickstart"].summary
+    assert run.summary["reference_losses"][:2] == earlier["reference_losses"]
+    assert run.summary["losses"][:2] == pytest.approx(earlier["losses"], abs=1e-5)
+
+
+def test_a_loss_that_is_no_number_is_never_called_equal(start: Start, tmp_path: Path) -> None:
+    options = ("--steps", "2", "--set", "training.learning_rate=1e30")
+    program = start("cleave", "run", "quickstart", *SMALL, *options, cwd=tmp_path)
+    assert program.wait(RUN_LIMIT_S) == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert math.isnan(summary["losses"][1])
+    assert not summary["loss_max_abs_diff"] <= 1e-4
+    assert summary["verdict"] == "FAILED"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_everything_it_started(
+    start: Start, tmp_path: Path, until: Until, number: signal.Signals
+) -> None:
+    program = start("cleave", "run", "quickstart", *SMALL, "--steps", "1000", cwd=tmp_path)
+    program.expect("40 devices joined" if number == signal.SIGTERM else "step 1 of 1000", RUN_LIMIT_S)
+    pods = psutil.Process(program.pid).children(recursive=True)
+    assert len(pods) >= 1
+    program.signal(number)
+    assert program.wait(15.0) == 130
+    assert program.errors == ["cleave: interrupted; everything that was started has ended"]
+    assert not [pod for pod in pods if pod.is_running()]
+
+
+@pytest.mark.skipif(
+    not Path("/proc").exists(), reason="elsewhere pods end when the server falls silent, a little later"
+)
+def test_killed_it_leaves_no_pod(start: Start, tmp_path: Path) -> None:
+    program = start("cleave", "run", "quickstart", *SMALL, "--steps", "1000", cwd=tmp_path)
+    program.expect("40 devices joined", RUN_LIMIT_S)
+    pods = psutil.Process(program.pid).children(recursive=True)
+    assert len(pods) >= 1
+    program.signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(pods, timeout=5)
+    assert alive == []
+
+
+# ---- what a person may get wrong
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # arguments; what the message must say
+    "unknown scenario": (["quikstart"], ['unknown scenario "quikstart"', "did you mean quickstart", "llama"]),
+    "no such file": (["mine.toml"], ["there is no file mine.toml", "packaged scenarios"]),
+    "unknown model": (["quickstart", "--model", "opt-tny"], ["unknown model", "opt-tny", "opt-tiny"]),
+    "unknown device": (
+        ["quickstart", "--set", "fleet.kinds.pixel-88=1"],
+        ["--set fleet.kinds.pixel-88", 'unknown device "pixel-88"', "nearest: pixel-8"],
+    ),
+    "unknown network": (
+        ["quickstart", "--set", "fleet.networks.uk-fth=1"],
+        ["--set fleet.networks.uk-fth", 'unknown network "uk-fth"', "nearest: uk-ftth"],
+    ),
+    "no devices": (["quickstart", "--devices", "0"], ["--devices", "is 0", "greater than or equal to 1"]),
+    "devices not a number": (["quickstart", "--devices", "many"], ["--devices", '"many"', "integer"]),
+    "no steps": (["quickstart", "--steps", "0"], ["--steps", "is 0"]),
+    "missing text": (
+        ["quickstart", "--set", "data.text=novel.txt"],
+        ["--set data.text", "novel.txt", "there is no such file", '"stdlib"'],
+    ),
+    "set without a value": (["quickstart", "--set", "training.steps"], ["--set", "write key=value"]),
+    "set of an unknown key": (
+        ["quickstart", "--set", "training.stepz=3"],
+        ["--set training.stepz", 'unknown key "stepz"', 'did you mean "steps"'],
+    ),
+    "unknown option": (["quickstart", "--devises", "3"], ["--devises"]),
+    "option without a value": (["quickstart", "--devices"], ["--devices"]),
+    "no scenario": ([], ["scenario"]),
+    "malformed TOML": (["malformed.toml"], ["malformed.toml, line 3"]),
+    "unknown key in TOML": (["unknown.toml"], ["unknown.toml, line 5", 'unknown key "stepz"', 'did you mean "steps"']),
+    "wrong value in TOML": (["wrong.toml"], ["wrong.toml, line 5", '"steps" in [training] is "ten"']),
+    "unknown device in TOML": (["device.toml"], ["device.toml, line 9", 'unknown device "pixel-88"', "pixel-8"]),
+    "results in a place that cannot be": (["quickstart", "--results", "a-file/runs"], ["a-file"]),
+}
+FILES = {
+    "malformed.toml": '[model]\nname = "opt-tiny"\n[training\nsteps = 3\n',
+    "unknown.toml": '[model]\nname = "opt-tiny"\n\n[training]\nstepz = 3\n',
+    "wrong.toml": '[model]\nname = "opt-tiny"\n\n[training]\nsteps = "ten"\n',
+    "device.toml": (
+        '[model]\nname = "opt-tiny"\n[training]\nsteps = 3\n[fleet]\ndevices = 3\n\n[fleet.kinds]\npixel-88 = 1\n'
+        "[fleet.networks]\nuk-ftth = 1\n"
+    ),
+    "a-file": "",
+    "short.txt": "too short",
+}
+
+
+def _is_a_clear_refusal(program: Program, expected: list[str], folder: Path) -> None:
+    assert program.wait(RUN_LIMIT_S) == 2, program.output
+    told = "\n".join(program.errors)
+    assert "Traceback" not in program.output
+    for text in expected:
+        assert text in told
+    assert len(program.errors) <= 3, told
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_a_line_with_what_to_do(start: Start, tmp_path: Path, mistake: str) -> None:
+    arguments, expected = MISTAKES[mistake]
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    _is_a_clear_refusal(start("cleave", "run", *arguments, cwd=tmp_path), expected, tmp_path)
+
+
+def test_an_unknown_command_is_told_with_the_known_ones(start: Start, tmp_path: Path) -> None:
+    _is_a_clear_refusal(start("cleave", "rum", "quickstart", cwd=tmp_path), ["rum"], tmp_path)
+
+
+def test_without_arguments_it_explains_itself(start: Start, tmp_path: Path) -> None:
+    program = start("cleave", cwd=tmp_path)
+    assert program.wait() in (0, 2)
+    assert "Usage: cleave" in program.output
+    assert "Traceback" not in program.output
+
+
+def test_mistakes_that_only_the_model_shows_are_told_just_the_same(start: Start, tmp_path: Path) -> None:
+    """Side by side, because each of them loads PyTorch."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "narrow.json").write_text(
+        '{"model_type": "opt", "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, '
+        '"ffn_dim": 64, "word_embed_proj_dim": 32}'
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        asked = {
+            f"server.port={port}": [f"cannot listen on 127.0.0.1 port {port}", "in use", "port 0"],
+            "data.sequence=5000": ["5000", "2048"],
+            "data.text=short.txt": ["the text has 9 bytes"],
+            "model.config=narrow.json": ["50", "256"],
+        }
+        programs = {
+            key: start("cleave", "run", "quickstart", "--devices", "3", "--steps", "1", "--set", key, cwd=tmp_path)
+            for key in asked
+        }
+        for key, expected in asked.items():
+            _is_a_clear_refusal(programs[key], expected, tmp_path)
