@@ -10,6 +10,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -184,11 +185,11 @@ class World:
                         cover[b : b + bs, r : r + rs, c : c + cs] += 1
                 assert (cover == 1).all(), f"job {job} waits although an able device lives"
 
-    def finish_everything(self, pick: Callable[[list[Answer]], Answer] = lambda flying: flying[0]) -> None:
+    def finish_everything(self, rng: random.Random | None = None) -> None:
         while self.shapes:
             flying = self.in_flight()
             assert flying, f"jobs {list(self.shapes)} are stuck"
-            self.answer(pick(flying))
+            self.answer(*(rng.sample(flying, min(4, len(flying))) if rng else flying[:1]))
 
 
 # ---- the simulation
@@ -207,7 +208,7 @@ def random_profile(rng: random.Random) -> Profile:
 
 
 def random_shape(rng: random.Random) -> Shape:
-    return Shape(rng.choice([1, 1, 1, 3]), rng.randint(1, 12), rng.randint(1, 6), rng.randint(1, 12))
+    return Shape(rng.choice([1, 1, 1, 3]), rng.randint(1, 9), rng.randint(1, 6), rng.randint(1, 9))
 
 
 def random_answers(world: World, rng: random.Random) -> list[Answer]:
@@ -225,7 +226,15 @@ def random_answers(world: World, rng: random.Random) -> list[Answer]:
     return answers
 
 
-def live(seed: int, events: int = 100) -> World:
+SEEDS = range(25)
+
+
+@cache
+def life(seed: int) -> World:
+    return live(seed)
+
+
+def live(seed: int, events: int = 80) -> World:
     """A life of so many events, after which all jobs are brought to their end."""
     rng, world = random.Random(seed), World()
     failures = rng.choice([0, 1, 6])
@@ -245,20 +254,20 @@ def live(seed: int, events: int = 100) -> World:
                 world.fail(*random_answers(world, rng))
     if not any(world.profiles[d].memory_bytes == HUGE for d in world.alive):
         world.join(COMMON)
-    world.finish_everything(rng.choice)
+    world.finish_everything(rng)
     return world
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_cell_is_accepted_once_and_every_job_ends_whatever_devices_do(seed: int) -> None:
-    world = live(seed)
+    world = life(seed)
     assert len(world.finished) == len(set(world.finished)) == len(world.accepted)
     assert all((cells == 1).all() for cells in world.accepted.values())
 
 
 def test_the_simulation_goes_everywhere() -> None:
     """Otherwise it would prove nothing."""
-    worlds = [live(seed) for seed in range(12)]
+    worlds = [life(seed) for seed in SEEDS]
     seen = Counter(type(instruction) for world in worlds for instruction in world.log)
     assert set(seen) == {SendBlocks, AcceptBlocks, JobFinished, JobWaits, SuspendDevice}
     assert sum(world.dispatcher.stale for world in worlds) > 100

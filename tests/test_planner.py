@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
-from ps.cost import block_seconds, largest_squares
+from ps.cost import Squares, block_seconds
 from ps.planner import Plan, PlanError, Shape, plan
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
@@ -208,8 +208,10 @@ def test_for_equal_devices_and_a_square_product_the_makespan_is_near_the_bound()
 @given(p=profiles, inner=st.integers(1, 4096), side=st.integers(1, 4096))
 def test_the_largest_square_of_a_time_is_the_square_that_takes_this_time(p: Profile, inner: int, side: int) -> None:
     table = pack_profiles([p])
-    seconds = block_seconds(table, 1, side, inner, side)
-    assert largest_squares(table, inner, seconds)[0] == pytest.approx(side**2, rel=1e-3)
+    seconds = float(block_seconds(table, 1, side, inner, side)[0])
+    squares = Squares(table, inner, backlog_s=np.array([5.0]))
+    assert squares.cells(5.0 + seconds)[0] == pytest.approx(side**2, rel=1e-3)
+    assert squares.cells(5.0)[0] == 0
 
 
 # ---- who gets how much

@@ -1,0 +1,369 @@
+"""Promises of ps.capture and ps.executor: a training step whose products are computed elsewhere, in any order, is the
+training step of plain PyTorch.
+
+The fleet is a stand-in without sockets: it computes a product at once, or holds all of them back until the executor has
+nothing left to do but wait, and then returns the one that the test's order picks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from ps.capture import CaptureError, Program, distribute, prepare
+from ps.executor import Executor
+from ps.models import build_model
+from ps.server import Product, Server, ServerError
+
+# ---- a fleet without sockets
+
+Order = Callable[[int], int]  # how many are under way -> which of them, in the order of submission, is done next
+
+ORDERS: dict[str, Order | None] = {
+    "at once": None,
+    "first come first served": lambda count: 0,
+    "reversed": lambda count: count - 1,
+    "random": random.Random(7).randrange,
+}
+
+
+class Fleet:
+    def __init__(self, order: Order | None) -> None:
+        self.error: BaseException | None = None
+        self.submitted: list[Product] = []
+        self.under_way: list[Product] = []
+        self.moments: list[list[Product]] = []  # what was under way whenever the executor began to wait
+        self._order = order
+
+    def submit(self, product: Product) -> None:
+        self.submitted.append(product)
+        if self._order is None:
+            compute(product)
+            product.done()
+        else:
+            self.under_way.append(product)
+
+    def finish_one(self) -> None:
+        if self._order is not None:
+            self.moments.append(list(self.under_way))
+            product = self.under_way.pop(self._order(len(self.under_way)))
+            compute(product)
+            product.done()
+
+
+def compute(product: Product) -> None:
+    np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
+
+
+class Walker(Executor):
+    """The executor; when it begins to wait, something happens."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(cast(Server, fleet))
+        self.fleet = fleet
+
+    def _wait(self, *arguments: Any) -> int:
+        self.fleet.finish_one()
+        return super()._wait(*arguments)
+
+
+# ---- training steps of small models
+
+# Every size is another number, so that a product tells by its shape what it is: 14 tokens, 16 hidden, 29 words ...
+TOKENS = torch.randint(0, 29, (2, 7), generator=torch.Generator().manual_seed(0))
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=36, word_embed_proj_dim=16, vocab_size=29
+    ),
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        vocab_size=29,
+        attention_dropout=0.1,
+    ),
+    "bloom": lambda: transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=29),
+}
+LINEAR_LAYERS = {"opt": 2 * 6 + 1, "llama": 2 * 7 + 1, "bloom": 4 + 1}
+
+
+@dataclass
+class Step:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    generator: torch.Tensor  # where the random numbers stand afterwards
+
+
+@dataclass
+class Family:
+    """A model, and the same model distributed. Captured once: whoever is `walker` runs the captured graphs."""
+
+    name: str
+    model: torch.nn.Module
+    forward: Callable[..., Any] = field(init=False)
+    walker: Walker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forward = distribute(self.model, lambda program, inputs: self.walker.run(program, inputs))
+
+    def plain(self, seed: int = 1) -> Step:
+        return self._step(self.model, seed)
+
+    def distributed(self, order: Order | None = None, seed: int = 1) -> tuple[Step, Walker]:
+        self.walker = Walker(Fleet(order))
+        return self._step(self.forward, seed), self.walker
+
+    def _step(self, forward: Callable[..., Any], seed: int) -> Step:
+        torch.manual_seed(seed)
+        self.model.zero_grad()
+        loss = forward(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        assert len(gradients) == len(list(self.model.parameters()))
+        return Step(loss.detach(), gradients, torch.get_rng_state())
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    config = FAMILIES[request.param]()
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = build_model(config)
+    model.train()
+    yield Family(request.param, model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_losses_and_gradients_are_those_of_plain_pytorch(family: Family, order: str) -> None:
+    plain, (distributed, _) = family.plain(), family.distributed(ORDERS[order])
+    torch.testing.assert_close(distributed.loss, plain.loss, rtol=1e-6, atol=1e-6)
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(distributed.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_order_in_which_products_are_done_changes_not_a_bit(family: Family) -> None:
+    first, _ = family.distributed(ORDERS["at once"])
+    for order in ("reversed", "random"):
+        other, _ = family.distributed(ORDERS[order])
+        assert torch.equal(other.loss, first.loss)
+        assert all(torch.equal(other.gradients[name], first.gradients[name]) for name in first.gradients)
+
+
+def test_dropout_draws_the_numbers_that_plain_pytorch_draws(family: Family) -> None:
+    losses = []
+    for seed in (1, 2):
+        plain, (distributed, _) = family.plain(seed), family.distributed(ORDERS["reversed"], seed)
+        torch.testing.assert_close(distributed.loss, plain.loss, rtol=1e-6, atol=1e-6)
+        assert torch.equal(distributed.generator, plain.generator)
+        losses.append(plain.loss.item())
+    if family.name != "bloom":  # has no dropout by default
+        assert losses[0] != losses[1], "nothing was dropped"
+
+
+def test_q_k_and_v_are_under_way_together(family: Family) -> None:
+    _, walker = family.distributed(ORDERS["first come first served"])
+
+    def together(moment: list[Product]) -> int:
+        """The most products of the forward pass that share their left factor: q, k and v of one layer."""
+        lefts = [p.left.array.__array_interface__["data"][0] for p in moment if p.name.startswith("forward/")]
+        return max((lefts.count(left) for left in lefts), default=0)
+
+    fused = family.name == "bloom"  # q, k and v are one product there
+    assert max(map(together, walker.fleet.moments)) == (1 if fused else 3)
+
+
+def test_weight_gradients_are_not_urgent_and_hold_nobody_up(family: Family) -> None:
+    """Nobody needs them before the optimizer. A fleet that does them last of all is no difficulty."""
+    family.walker = Walker(Fleet(lambda count: 0))
+
+    def urgent_first(count: int) -> int:
+        under_way = family.walker.fleet.under_way
+        return next((i for i, p in enumerate(under_way) if p.urgent), 0)
+
+    _, walker = family.distributed(urgent_first)
+    weights = [p for p in walker.fleet.submitted if p.shape.inner == TOKENS.numel() and p.shape.batch == 1]
+    assert len(weights) == LINEAR_LAYERS[family.name]
+    assert not any(p.urgent for p in weights)
+    assert all(p.name.startswith("backward/") for p in weights)
+    waited_with_urgent = [m for m in walker.fleet.moments if any(p.urgent for p in m)]
+    assert max(sum(not p.urgent for p in moment) for moment in waited_with_urgent) >= 4
+
+
+def test_what_leads_to_another_product_is_urgent(family: Family) -> None:
+    _, walker = family.distributed()
+    assert all(p.urgent for p in walker.fleet.submitted if p.name.startswith("forward/"))
+    assert any(p.urgent for p in walker.fleet.submitted if p.name.startswith("backward/"))
+
+
+def test_the_flops_sent_out_are_the_flops_of_the_step(family: Family) -> None:
+    with FlopCounterMode(display=False) as counter:
+        family.plain()
+    _, walker = family.distributed()
+    assert walker.spent.flops == sum(p.shape.flops for p in walker.fleet.submitted) == counter.get_total_flops()
+    assert walker.spent.products == len(walker.fleet.submitted)
+
+
+def test_a_rehearsal_counts_the_flops_and_sends_nothing_out(family: Family) -> None:
+    _, walker = family.distributed()
+    family.walker = Walker(Fleet(None))
+    flops = family.walker.rehearse(lambda: family._step(family.forward, seed=1))
+    assert flops == walker.spent.flops > 0
+    assert family.walker.fleet.submitted == []
+    assert (family.walker.spent.flops, family.walker.spent.products) == (0, 0)
+
+
+# ---- single graphs
+
+
+def run(function: Callable[..., Any], *inputs: torch.Tensor, order: Order | None = lambda count: 0) -> Any:
+    """What the executor makes of a function's graph."""
+    return Walker(Fleet(order)).run(captured(function, *inputs), list(inputs))
+
+
+def captured(function: Callable[..., Any], *inputs: torch.Tensor) -> Program:
+    return prepare("forward", make_fx(function)(*(x.clone() for x in inputs)))
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("alpha", [1, 0.5])
+@pytest.mark.parametrize("beta", [1, -2, 0])
+def test_what_is_added_to_a_product_is_added_with_its_factors(alpha: float, beta: float) -> None:
+    def flat(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
+        return aten.addmm(bias, left, right, alpha=alpha, beta=beta)
+
+    def batched(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
+        return aten.baddbmm(bias, left, right, alpha=alpha, beta=beta)
+
+    for function, inputs in (
+        (flat, (numbers(4), numbers(3, 5), numbers(5, 4))),
+        (flat, (numbers(3, 1), numbers(3, 5), numbers(5, 4))),
+        (batched, (numbers(2, 1, 4), numbers(2, 3, 5), numbers(2, 5, 4))),
+    ):
+        torch.testing.assert_close(run(function, *inputs), function(*inputs))
+
+
+def test_with_the_factor_zero_what_would_be_added_is_not_even_read() -> None:
+    bias = torch.full((4,), float("nan"))
+    product = run(lambda b, x, y: aten.addmm(b, x, y, beta=0), bias, numbers(3, 5), numbers(5, 4))
+    assert not product.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda x: x,
+        lambda x: x.mT.contiguous().mT,
+        lambda x: x.repeat_interleave(2, -1)[..., ::2],
+        lambda x: x[..., :1, :].expand(x.shape),
+        lambda x: x[..., :1].expand(x.shape),
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["plain", "transposed", "strided", "one row repeated", "one column repeated", "one product repeated"],
+)
+def test_factors_are_multiplied_however_they_lie_in_memory(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    left, right = lay(numbers(3, 4, 5)), lay(numbers(3, 5, 6))
+    torch.testing.assert_close(run(torch.bmm, left, right), torch.bmm(left, right))
+
+
+def test_a_value_is_not_overwritten_while_a_product_of_it_is_under_way() -> None:
+    def function(left: torch.Tensor, right: torch.Tensor) -> Any:
+        product = left @ right
+        left.add_(1000)
+        return product, left.sum()
+
+    left, right = numbers(3, 5), numbers(5, 4)
+    product, total = run(function, left.clone(), right)
+    torch.testing.assert_close(product, left @ right)
+    torch.testing.assert_close(total, (left + 1000).sum())
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_program() -> None:
+    """The second draw needs no product and could run before the first, which does."""
+
+    def function(left: torch.Tensor, right: torch.Tensor) -> Any:
+        return functional.dropout(left @ right, 0.5), functional.dropout(left, 0.5)
+
+    inputs = numbers(9, 5), numbers(5, 9)
+    program = captured(function, *inputs)
+    torch.manual_seed(3)
+    plain = function(*inputs)
+    torch.manual_seed(3)
+    distributed = Walker(Fleet(lambda count: 0)).run(program, list(inputs))
+    for one, two in zip(distributed, plain, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_independent_products_are_all_under_way_before_the_first_is_waited_for() -> None:
+    walker = Walker(Fleet(lambda count: 0))
+
+    def function(x: torch.Tensor) -> Any:
+        return [(x * i) @ x for i in range(10)]
+
+    walker.run(captured(function, numbers(4, 4)), [numbers(4, 4)])
+    assert [len(moment) for moment in walker.fleet.moments] == list(range(10, 0, -1))
+
+
+def test_an_empty_product_stays_here() -> None:
+    walker, inputs = Walker(Fleet(None)), [torch.ones(0, 5), torch.ones(5, 4)]
+    result: Any = walker.run(captured(torch.mm, *inputs), inputs)
+    assert result.shape == (0, 4)
+    assert walker.fleet.submitted == []
+
+
+def test_a_product_over_an_inner_length_of_zero_is_zero() -> None:
+    assert torch.equal(run(torch.mm, torch.ones(3, 0), torch.ones(0, 4)), torch.zeros(3, 4))
+
+
+# ---- what cannot be done is said
+
+
+class HiddenAttention(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x).sum()
+
+
+def test_attention_that_hides_its_products_is_refused_with_what_to_do() -> None:
+    forward = distribute(HiddenAttention(), Walker(Fleet(None)).run)
+    with pytest.raises(CaptureError, match=r'scaled_dot_product.*attn_implementation="eager"'):
+        forward(numbers(2, 2, 7, 8).requires_grad_())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_product_of_other_numbers_than_float32_is_refused(side: str) -> None:
+    program = captured(torch.mm, numbers(3, 5), numbers(5, 4))
+    inputs = [numbers(3, 5), numbers(5, 4)]
+    index = ["left", "right"].index(side)
+    inputs[index] = inputs[index].double()
+    with pytest.raises(TypeError, match=r"mm: products of torch\.float64 on cpu cannot be sent out"):
+        Walker(Fleet(None)).run(program, inputs)
+
+
+def test_a_server_that_has_stopped_ends_the_step() -> None:
+    """Its products are reported as done, with nothing in them."""
+
+    class Stopped(Fleet):
+        def submit(self, product: Product) -> None:
+            self.error = OSError("out of sockets")
+            product.done()
+
+    with pytest.raises(ServerError, match="the server has stopped.*out of sockets"):
+        Walker(Stopped(None)).run(captured(torch.mm, numbers(3, 5), numbers(5, 4)), [numbers(3, 5), numbers(5, 4)])
