@@ -28,6 +28,8 @@ class Operands:
         """Take in what a message brings. WireError if a block asks for cells that its pieces do not have."""
         self.release(work.released.tolist())
         for (piece, layout, job, batch, outer, inner), data in zip(work.pieces.tolist(), work.data, strict=True):
+            if piece in self._pieces:
+                raise WireError(f"piece {piece} came a second time")
             flat = np.frombuffer(data, dtype=np.float32)
             if layout == INNER_MAJOR:
                 array = flat.reshape(batch, inner, outer).transpose(0, 2, 1)

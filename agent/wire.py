@@ -279,6 +279,7 @@ def _load(body: Sequence[Any], index: int, expected: int, kind: str) -> dict[str
         raise WireError(f"{kind} with {len(raw)} bytes of text, at most {MAX_TEXT_BYTES} are allowed")
     try:
         value = json.loads(raw)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
     except (ValueError, RecursionError) as error:
         raise WireError(f"{kind} whose text is not JSON: {error}") from None
     if not isinstance(value, dict):

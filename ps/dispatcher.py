@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from agent.profile import PROFILE
 from ps.cost import block_bytes, block_seconds
 from ps.planner import Integers, Plan, PlanError, Shape
 
@@ -150,7 +151,7 @@ class Dispatcher:
     def __init__(self, planner: Planner) -> None:
         self.jobs: dict[int, Job] = {}
         self.devices: list[Device] = []
-        self.profiles = np.empty(0, dtype=[])
+        self.profiles = np.empty(0, PROFILE)
         self.stale = 0  # answers that changed nothing
         self._planner = planner
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
@@ -211,16 +212,18 @@ class Dispatcher:
             turn.out.append(JobFinished(job_id))
 
     def _failed(self, event: BlocksFailed, turn: Turn) -> None:
+        failed: list[tuple[int, int, int]] = []
         for device, job_id, block in zip(event.devices, event.jobs, event.blocks, strict=True):
             if self._land(device, job_id, block) is None:
                 self.stale += 1
                 continue
-            record = self.devices[device]
-            record.refusals += 1
+            self.devices[device].refusals += 1
             turn.freed[device] = None
-            if record.refusals > REFUSALS_ALLOWED and record.alive:
-                turn.out.append(SuspendDevice(device, f"it failed {record.refusals} blocks"))
-                self._left([device], turn)
+            failed.append((device, job_id, block))
+        broken = {d: self.devices[d].refusals for d, _, _ in failed if self.devices[d].refusals > REFUSALS_ALLOWED}
+        turn.out += [SuspendDevice(device, f"it failed {refusals} blocks") for device, refusals in broken.items()]
+        self._left(list(broken), turn)
+        for device, job_id, block in failed:
             self._cut([(job_id, block)], turn, avoid=device)
 
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:
@@ -229,12 +232,12 @@ class Dispatcher:
         for credit_blocks, memory_bytes in event.profiles[["credit_blocks", "memory_bytes"]].tolist():
             self.devices.append(Device(credit_blocks, memory_bytes))
         new = np.arange(event.first, len(self.devices))
-        self.profiles = event.profiles.copy() if not event.first else np.concatenate([self.profiles, event.profiles])
+        self.profiles = np.concatenate([self.profiles, event.profiles])
         self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
         self._able = np.concatenate([self._able, new])
         self._counts.clear()
         orphans, self._orphans = self._orphans, []
-        for job_id, tile in orphans:
+        for job_id, tile in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
             self._place(job_id, tile, turn)
         turn.freed.update(dict.fromkeys(new.tolist()))
 
@@ -267,8 +270,8 @@ class Dispatcher:
         return job
 
     def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1) -> None:
-        """Cut these rectangles again, over devices that live."""
-        for job_id, block in lost:
+        """Cut these rectangles again, over devices that live; first those that somebody waits for."""
+        for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].urgent):
             job = self.jobs[job_id]
             job.state[block] = CUT
             job.open -= 1
@@ -280,7 +283,8 @@ class Dispatcher:
         batch, batches, row, rows, column, columns = tile[0].tolist()
         shape = Shape(batches, rows, job.shape.inner, columns)
         whole = shape == job.shape
-        candidates = self._able
+        least_bytes = block_bytes(1, 1, shape.inner, 1)
+        candidates = self._able[self.profiles["memory_bytes"][self._able] >= least_bytes]
         if len(candidates) > 1:
             candidates = candidates[candidates != avoid]
         backlog_s = np.array([self.devices[d].backlog_s for d in candidates.tolist()])
@@ -289,7 +293,10 @@ class Dispatcher:
             candidates, backlog_s = candidates[least_busy], backlog_s[least_busy]
         try:
             if not len(candidates):
-                raise PlanError("no device is there")
+                why = (
+                    f"none has the {least_bytes} bytes that one cell needs" if len(self._able) else "no device is there"
+                )
+                raise PlanError(why)
             plan = self._planner(
                 shape, self.profiles[candidates], backlog_s, self._counts.get(shape) if whole else None
             )
@@ -395,6 +402,8 @@ class Dispatcher:
                 where.setdefault(key, []).append(f"in flight on {index}")
             for key in (*record.urgent, *record.background):
                 where.setdefault(key, []).append(f"queued at {index}")
+            if gone := {job for job, _ in (*record.in_flight, *record.urgent, *record.background)} - set(self.jobs):
+                raise InvariantBroken(f"device {index} has blocks of jobs that are over: {sorted(gone)}")
             held = sum(self.jobs[j].size_bytes[b] for j, b in record.in_flight)
             if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
                 raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")

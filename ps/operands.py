@@ -1,7 +1,8 @@
 """Operands on their way out: which piece of which operand a connection needs, packed once, sent as it lies.
 
-A piece is a range of an operand's rows (or of its batch). A connection gets a cell of an operand at most once, however
-many of its devices need it, unless work was cut anew across pieces it holds. Pure: sockets are the server's business.
+A piece is a range of an operand's rows (or of its batch). A connection gets a cell of an operand once, however many of
+its devices need it, unless a later block reaches across the pieces that it holds: its range is then sent whole.
+Pure: sockets are the server's business.
 """
 
 from __future__ import annotations

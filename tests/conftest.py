@@ -32,6 +32,7 @@ from ps.server import Server
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CLEAVE_TEST_MARK"
 LIMIT_S = 30.0  # how long anything may take; reached only when something is broken
+SETTLE_S = 5.0  # how long what ends by itself may take to be gone
 
 
 class Until(Protocol):
@@ -186,7 +187,7 @@ class _Started:
         for program in self._programs:
             program.end()
         left = marked_processes(self._mark)
-        _, alive = psutil.wait_procs(left, timeout=5.0)
+        _, alive = psutil.wait_procs(left, timeout=SETTLE_S)
         for process in alive:
             process.kill()
         if alive:
@@ -244,8 +245,8 @@ def nothing_left_behind(zero_copy_ready: None) -> Iterator[None]:
     children, threads, zmq_threads, files = _children(), set(threading.enumerate()), _zmq_threads(), _descriptors()
     yield
     gc.collect()
-    until(lambda: len(_zmq_threads()) <= len(zmq_threads), "ZeroMQ's threads ended: a context was not closed", 5.0)
-    until(lambda: not set(threading.enumerate()) - threads, f"threads ended: {threading.enumerate()}", 5.0)
+    until(lambda: len(_zmq_threads()) <= len(zmq_threads), "ZeroMQ's threads ended: a context was not closed", SETTLE_S)
+    until(lambda: not set(threading.enumerate()) - threads, f"threads ended: {threading.enumerate()}", SETTLE_S)
     left = [p for p in _children() if p not in children]
     for process in left:
         process.kill()
@@ -256,7 +257,8 @@ def nothing_left_behind(zero_copy_ready: None) -> Iterator[None]:
 
 
 def _children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """Direct ones: what those start is found by its mark."""
+    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def _zmq_threads() -> list[str]:

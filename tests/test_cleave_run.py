@@ -128,6 +128,9 @@ def test_every_file_of_the_results_is_readable_and_they_agree(runs: dict[str, Ru
     environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
     assert environment["packages"]["torch"].startswith("2.")
     assert run.summary["verdict"] in (run.folder / "summary.txt").read_text(encoding="utf-8")
+    trace = json.loads((run.folder / "trace.json").read_text(encoding="utf-8"))
+    assert trace["otherData"]["blocks_shown"] == run.summary["blocks"]
+    assert "plain PyTorch" in (run.folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])

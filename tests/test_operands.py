@@ -242,15 +242,16 @@ def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataOb
 
 @settings(calm, max_examples=150)
 @given(data=st.data())
-def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_several_calls(data: st.DataObject) -> None:
-    """A pod's devices are served one by one as they become free: still each cell once."""
+def test_a_plan_in_several_calls_sends_at_most_what_each_call_needs(data: st.DataObject) -> None:
+    """A pod's devices are served one by one as they become free; a block across held pieces brings its range anew."""
     shape = data.draw(shapes)
     tiles = data.draw(planned(shape))
-    line, sent = Line(), []
+    line, sent, at_most = Line(), [], 0
     for call in data.draw(in_calls(tiles)):
         line.send(0, operands_of(shape), [tiles[n] for n in call], call)
         sent += [tiles[n] for n in call]
-        assert line.receiver.bytes == needed_bytes(shape, sent)
+        at_most += needed_bytes(shape, [tiles[n] for n in call])
+        assert needed_bytes(shape, sent) <= line.receiver.bytes <= at_most
 
 
 def test_a_block_sent_again_brings_no_operands() -> None:

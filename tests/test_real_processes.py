@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -577,3 +579,46 @@ def test_names_that_look_like_markup_or_worse_are_only_names(serve: Serve, stran
     name = server.labels[0] if isinstance(answer, Welcome) else ""
     assert name.isprintable()
     name.encode("utf-8")
+
+
+# ---- the search itself
+
+LEAKING = """
+import os, subprocess, threading, zmq
+kept = []
+
+def test_a_thread(nothing_left_behind):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def test_a_context(nothing_left_behind):
+    kept.append(zmq.Context())
+    kept.append(kept[-1].socket(zmq.DEALER))
+
+def test_a_descriptor(nothing_left_behind):
+    kept.append(open(os.devnull))
+
+def test_a_child(nothing_left_behind):
+    kept.append(subprocess.Popen(["sleep", "60"]))
+
+def test_an_orphan(start):
+    start("-c", "import subprocess; subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)").wait()  # -3: nowhere
+
+def test_nothing(start, serve):
+    serve()
+    start("-c", "print('hello')").expect("hello")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ZeroMQ's threads can be seen on Linux only")
+def test_what_is_left_behind_is_found(start: Start, tmp_path: Path) -> None:
+    fixtures = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+    hurried = fixtures.replace("SETTLE_S = 5.0", "SETTLE_S = 0.3")
+    assert hurried != fixtures
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text(hurried, encoding="utf-8")
+    (tmp_path / "tests" / "test_leaking.py").write_text(LEAKING, encoding="utf-8")
+    inner = start("pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path), cwd=tmp_path)
+    assert inner.wait() == 1
+    assert "6 passed, 5 errors" in inner.output, inner.output
+    found = {line.split("::")[1].split()[0] for line in inner.said if line.startswith("ERROR ")}
+    assert found == {"test_a_thread", "test_a_context", "test_a_descriptor", "test_a_child", "test_an_orphan"}
