@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import platform
+import re
 import select
 import signal
 import socket
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (UnitError, ValueError) as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
-    if not options.ps.startswith("tcp://") or ":" not in options.ps[6:]:
+    address = re.fullmatch(r"tcp://(?:[^:/\s]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", options.ps)
+    if not address or not 1 <= int(address[1]) <= 65535:
         print(f"agent: --ps is {options.ps!r}; give an address such as tcp://192.0.2.7:5555", file=sys.stderr)
         return 2
     log.info(

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+
+from agent.errors import UserError
 
 aten = torch.ops.aten
 # operation -> positions of its left and right factor
@@ -27,7 +30,7 @@ PRODUCTS: dict[Any, tuple[int, int]] = {
 OPAQUE = ("scaled_dot_product", "convolution", "_grouped_mm", "addmv", "aten.mv", "linear_backward", "_int_mm")
 
 
-class CaptureError(RuntimeError):
+class CaptureError(UserError):
     """The model cannot be distributed as it is; the text says what to change."""
 
 
@@ -59,8 +62,17 @@ def distribute(model: torch.nn.Module, run: Runner) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     backend = aot_autograd(fw_compiler=_compiler("forward", run), bw_compiler=_compiler("backward", run))
-    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
-    return compiled
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return compiled(*arguments, **keywords)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, CaptureError):
+                raise error.inner_exception from None
+            raise
+
+    return forward
 
 
 def _compiler(name: str, run: Runner) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]:

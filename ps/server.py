@@ -327,6 +327,8 @@ class Server:
             self.notice(f"dropped a message that makes no sense: {error}")
         final = isinstance(error, VersionMismatch)
         self._reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
+        if (peer := self._peers.get(identity)) is not None:
+            self._lose(peer, "it sent what makes no sense")  # it may join again, its blocks do not wait for it
 
     def _join(self, identity: bytes, message: Join) -> None:
         first = len(self._peer_of)
@@ -344,7 +346,8 @@ class Server:
     def _leave(self, peer: Peer, message: Leave) -> None:
         if np.any(message.devices >= peer.count):
             raise WireError("a device that does not exist cannot leave")
-        gone = [d for d in (peer.first + message.devices.astype(int)).tolist() if self._dispatcher.devices[d].alive]
+        leaving = sorted(set((peer.first + message.devices.astype(int)).tolist()))
+        gone = [d for d in leaving if self._dispatcher.devices[d].alive]
         self._forget(gone)
         if not any(self._dispatcher.devices[peer.first + i].alive for i in range(peer.count)):
             self._peers.pop(peer.identity, None)

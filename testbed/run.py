@@ -29,6 +29,7 @@ from ps.text import batches, read_text
 from ps.trainer import Step, train
 from testbed.display import Display
 from testbed.launch import Pods
+from testbed.report import write_report, write_trace
 from testbed.results import (
     EventLog,
     Summary,
@@ -152,6 +153,8 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     write_steps(folder / "steps.csv", rows)
     write_blocks(folder / "blocks.parquet", columns, server.labels)
     write_summary(folder, summary)
+    write_trace(folder)
+    write_report(folder)
     return folder, summary
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from conftest import Program, Start
 
 RUN_LIMIT_S = 90.0
-SMALL = ("--devices", "40", "--set", "data.batch=2", "--set", "data.sequence=16")
+SMALL = ("--devices", "40", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
 NAMED_BY_THE_ISSUE = (
     "devices",
     "steps",
@@ -172,17 +172,17 @@ def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_no
     start: Start, runs: dict[str, Run], exploding: object, tmp_path: Path
 ) -> None:
     name = "[/dim]<b>phone</b>"  # a name is only a name
-    program = start("cleave", "run", "quickstart", *SMALL, "--steps", "24", cwd=tmp_path)
+    program = start("cleave", "run", "quickstart", *SMALL, "--steps", "40", cwd=tmp_path)
     address = re.search(r"tcp://[\d.:]+", program.expect("server at", RUN_LIMIT_S))
     assert address is not None
-    program.expect("step 1 of 24", RUN_LIMIT_S)
+    program.expect("step 1 of 40", RUN_LIMIT_S)
     agent = start(
         *("agent", "--ps", address[0], "--name", name, "--kernel", "numpy"),
         *("--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms"),
     )
     agent.expect("joined")
-    seen = max(int(found) for found in re.findall(r"step (\d+) of 24", program.output))
-    program.expect(f"step {seen + 2} of 24")
+    seen = max(int(found) for found in re.findall(r"step (\d+) of 40", program.output))
+    program.expect(f"step {seen + 2} of 40")
     agent.signal(signal.SIGKILL)
     run = Run(program, tmp_path)
     assert list(run.summary["real_devices"]) == [name]
