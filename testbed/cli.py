@@ -18,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain errors of three lines
 )
 
 
@@ -64,7 +65,11 @@ def run(
     from testbed.results import print_summary
     from testbed.run import run as execute
 
-    folder, summary = execute(loaded, results, display)
+    try:
+        folder, summary = execute(loaded, results, display)
+    except KeyboardInterrupt:
+        print("cleave: interrupted; everything that was started has ended", file=sys.stderr)
+        raise typer.Exit(130) from None
     print_summary(display.console, summary)
     display.console.print(f"results in {folder}", soft_wrap=True)
     display.console.print("again with more devices: cleave run quickstart --devices 4000", soft_wrap=True)
@@ -76,12 +81,7 @@ def main() -> None:
     """Entry point: a user's mistake becomes one clear line and exit code 2."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        app(standalone_mode=False)
-    except KeyboardInterrupt:
-        print("cleave: interrupted; everything that was started has ended", file=sys.stderr)
-        sys.exit(130)
-    except typer.Exit as error:
-        sys.exit(error.exit_code)
+        app()
     except (UserError, Failure) as error:
         print(f"cleave: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 PLAIN_EVERY_S = 10.0
 LIVE_EVERY_S = 0.25
@@ -23,7 +24,8 @@ class Display:
     def say(self, text: str) -> None:
         """A line that stays."""
         target = self._progress.console if self._progress is not None else self.console
-        target.print(f"[dim]{time.monotonic() - self._begun:7.1f} s[/dim]  {text}", soft_wrap=True)
+        # not as markup: the text may hold names that strangers gave their devices
+        target.print(Text.assemble((f"{time.monotonic() - self._begun:7.1f} s", "dim"), "  ", text), soft_wrap=True)
 
     @contextmanager
     def phase(self, title: str, fraction: Callable[[], float], status: Callable[[], str]) -> Iterator[None]:

@@ -20,8 +20,10 @@ import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from agent.errors import UserError
 from agent.units import format_duration, format_size
 
 RESULTS_VERSION = 1
@@ -74,7 +76,11 @@ def new_folder(parent: Path, name: str) -> Path:
             return folder
         except FileExistsError:
             continue
-    raise FileExistsError(f"cannot make a folder for the results in {parent}")
+        except OSError as error:
+            raise UserError(
+                f"cannot make the results folder {folder}: {error.strerror}; choose another place with --results"
+            ) from None
+    raise UserError(f"cannot make a folder for the results in {parent}: all names are taken")
 
 
 def environment() -> dict[str, Any]:
@@ -169,7 +175,7 @@ def print_summary(console: Console, s: Summary) -> None:
     if s.lost_devices:
         rows.append(("devices lost", str(s.lost_devices)))
     for label, text in rows:
-        table.add_row(label, text)
+        table.add_row(label, text if label == "verdict" else escape(text))  # a device's name is a stranger's text
     console.print(table)
     curves = Table(title="loss", title_justify="left")
     for heading in ("step", "devices", "plain PyTorch", "difference"):

@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from agent.errors import Failure
+from agent.errors import Failure, UserError
 from emulator import fidelity
 from emulator.fleet import draw_fleet
 from ps.capture import distribute
@@ -54,6 +54,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     begun = time.monotonic()
     config = model_config(scenario.model.name, Path(scenario.model.config) if scenario.model.config else None)
     text = read_text(scenario.data.text)
+    _check_sizes(config, scenario)
     data = batches(text, scenario.training.steps, scenario.data.batch, scenario.data.sequence, scenario.seed)
     asked = scenario.fleet
     fleet = draw_fleet(asked.devices, asked.kinds, asked.networks, scenario.seed, asked.line_share)
@@ -101,7 +102,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     columns = server.records.columns()
     verdict = fidelity.judge(columns["sent_s"], columns["due_s"], columns["received_s"])
     losses, reference_losses = [s.loss for s in steps], [s.loss for s in reference]
-    difference = max(abs(a - b) for a, b in zip(losses, reference_losses, strict=True))
+    difference = float(np.abs(np.subtract(losses, reference_losses)).max())  # NaN if any loss is: never equal
     used, counts = np.unique(columns["device"], return_counts=True)
     real = np.unique(columns["device"][np.isnan(columns["due_s"])]).tolist()
     seconds = np.array([s.seconds for s in steps[1:]] or [steps[0].seconds])
@@ -156,6 +157,14 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     write_trace(folder)
     write_report(folder)
     return folder, summary
+
+
+def _check_sizes(config: Any, scenario: Scenario) -> None:
+    if config.vocab_size < 256:
+        raise UserError(f"the model's vocabulary has {config.vocab_size} entries; bytes as tokens need at least 256")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and scenario.data.sequence > longest:
+        raise UserError(f"data.sequence is {scenario.data.sequence}, but the model takes at most {longest} tokens")
 
 
 def _wait_for_devices(server: Server, pods: Pods, count: int) -> None:
