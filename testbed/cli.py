@@ -30,16 +30,17 @@ def _root() -> None:
 @app.command()
 def run(
     scenario: Annotated[
-        str, typer.Argument(help="A packaged scenario (quickstart, llama) or the path of a TOML file.")
+        str,
+        typer.Argument(metavar="SCENARIO", help="A packaged scenario (quickstart, llama) or the path of a TOML file."),
     ],
-    devices: Annotated[str | None, typer.Option(help="How many emulated devices.")] = None,
-    steps: Annotated[str | None, typer.Option(help="How many optimizer steps.")] = None,
-    seed: Annotated[str | None, typer.Option(help="Seed of weights, batches and fleet.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model by name, e.g. llama-tiny.")] = None,
+    devices: Annotated[str | None, typer.Option(metavar="N", help="How many emulated devices.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="N", help="How many optimizer steps.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of weights, batches and fleet.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="A model by name, e.g. llama-tiny.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key, e.g. data.sequence=128.")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Where the results folder is made.")] = Path("runs"),
+    results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results folder is made.")] = Path("runs"),
 ) -> None:
     """Run a scenario: reference, fleet, training, results folder, verdict.
 

@@ -87,7 +87,7 @@ def streams(draw: st.DrawFn) -> tuple[list[Profile], list[tuple[float, list[Bloc
     return fleet, [(at, blocks) for at, (_, blocks) in zip(sent, calls, strict=True)]
 
 
-@settings(calm, max_examples=120)
+@settings(calm, max_examples=80)
 @given(streams())
 def test_every_answer_is_due_when_the_model_says(stream: tuple[list[Profile], list[tuple[float, list[Block]]]]) -> None:
     fleet, calls = stream
@@ -99,7 +99,7 @@ def test_every_answer_is_due_when_the_model_says(stream: tuple[list[Profile], li
         assert compute_s == pytest.approx([seconds for _, seconds in expected], rel=1e-12)
 
 
-@settings(calm, max_examples=80)
+@settings(calm, max_examples=40)
 @given(streams())
 def test_a_device_answers_in_the_order_in_which_it_was_asked(
     stream: tuple[list[Profile], list[tuple[float, list[Block]]]],
@@ -113,7 +113,7 @@ def test_a_device_answers_in_the_order_in_which_it_was_asked(
             last[block.device] = due
 
 
-@settings(calm, max_examples=80)
+@settings(calm, max_examples=40)
 @given(streams())
 def test_many_blocks_in_one_call_are_the_same_as_one_block_a_call(
     stream: tuple[list[Profile], list[tuple[float, list[Block]]]],
@@ -155,7 +155,7 @@ def test_a_device_that_was_idle_starts_at_once() -> None:
     assert schedule(devices, 50.0, [BLOCK])[0] == [53.0]
 
 
-@settings(calm, max_examples=100)
+@settings(calm, max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
 def test_waves_take_each_position_once_each_device_at_most_once_a_wave_and_keep_the_order(order: list[int]) -> None:
     device = np.array(order)

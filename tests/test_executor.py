@@ -305,11 +305,16 @@ def test_a_value_is_not_overwritten_while_a_product_of_it_is_under_way() -> None
     torch.testing.assert_close(total, (left + 1000).sum())
 
 
-def test_random_numbers_are_drawn_in_the_order_of_the_program() -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand_like, torch.bernoulli, functional.dropout, lambda x: aten.native_dropout(x, 0.5, True)[0]],
+    ids=["rand_like", "bernoulli", "dropout", "native_dropout"],
+)
+def test_random_numbers_are_drawn_in_the_order_of_the_program(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The second draw needs no product and could run before the first, which does."""
 
     def function(left: torch.Tensor, right: torch.Tensor) -> Any:
-        return functional.dropout(left @ right, 0.5), functional.dropout(left, 0.5)
+        return draw((left @ right).sigmoid()), draw(left.sigmoid())
 
     inputs = numbers(9, 5), numbers(5, 9)
     program = captured(function, *inputs)

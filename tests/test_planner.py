@@ -74,7 +74,7 @@ def cells_of(shape: Shape, fleet: list[Profile]) -> list[int]:
 # ---- whatever the product and the fleet
 
 
-@settings(calm, max_examples=120)
+@settings(calm, max_examples=80)
 @given(problems())
 def test_the_tiles_cover_every_cell_exactly_once(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:
     shape, fleet, backlog_s = problem
@@ -90,7 +90,7 @@ def test_the_tiles_cover_every_cell_exactly_once(problem: tuple[Shape, list[Prof
     assert (cover == 1).all()
 
 
-@settings(calm, max_examples=120)
+@settings(calm, max_examples=80)
 @given(problems())
 def test_no_block_exceeds_the_memory_of_its_device(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:
     shape, fleet, backlog_s = problem
@@ -100,7 +100,7 @@ def test_no_block_exceeds_the_memory_of_its_device(problem: tuple[Shape, list[Pr
         assert 4 * bs * ((rs + cs) * shape.inner + rs * cs) <= fleet[device].memory_bytes
 
 
-@settings(calm, max_examples=50)
+@settings(calm, max_examples=40)
 @given(problems())
 def test_the_same_input_gives_the_same_plan(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:
     shape, fleet, backlog_s = problem
@@ -111,7 +111,7 @@ def test_the_same_input_gives_the_same_plan(problem: tuple[Shape, list[Profile],
     assert_same(first, second)
 
 
-@settings(calm, max_examples=50)
+@settings(calm, max_examples=40)
 @given(problems())
 def test_planning_again_with_the_number_of_devices_it_found_gives_the_same_plan(
     problem: tuple[Shape, list[Profile], NDArray[np.float64]],
@@ -121,7 +121,7 @@ def test_planning_again_with_the_number_of_devices_it_found_gives_the_same_plan(
     assert_same(first, plan(shape, pack_profiles(fleet), backlog_s, first.count))
 
 
-@settings(calm, max_examples=50)
+@settings(calm, max_examples=40)
 @given(problems(), st.integers(1, 9))
 def test_no_more_devices_take_part_than_were_allowed(
     problem: tuple[Shape, list[Profile], NDArray[np.float64]], count: int
@@ -144,7 +144,7 @@ def fixed_s(p: Profile) -> float:
     return 2 * p.latency_s + p.overhead_s
 
 
-@settings(calm, max_examples=80)
+@settings(calm, max_examples=50)
 @given(problems())
 def test_the_makespan_is_the_moment_at_which_the_last_device_ends(
     problem: tuple[Shape, list[Profile], NDArray[np.float64]],
@@ -188,7 +188,7 @@ def bound_s(shape: Shape, fleet: list[Profile], backlog_s: NDArray[np.float64]) 
     return low
 
 
-@settings(calm, max_examples=80)
+@settings(calm, max_examples=50)
 @given(problems())
 def test_no_plan_claims_to_end_before_it_possibly_can(
     problem: tuple[Shape, list[Profile], NDArray[np.float64]],
@@ -204,7 +204,7 @@ def test_for_equal_devices_and_a_square_product_the_makespan_is_near_the_bound()
     assert made.makespan_s <= 1.1 * bound_s(shape, fleet, np.zeros(16))
 
 
-@settings(calm, max_examples=100)
+@settings(calm, max_examples=60)
 @given(p=profiles, inner=st.integers(1, 4096), side=st.integers(1, 4096))
 def test_the_largest_square_of_a_time_is_the_square_that_takes_this_time(p: Profile, inner: int, side: int) -> None:
     table = pack_profiles([p])
@@ -219,7 +219,7 @@ def test_the_largest_square_of_a_time_is_the_square_that_takes_this_time(p: Prof
 common = Profile(1e9, 1e-4, 1e7, 1e7, 0.01, HUGE, 2)
 
 
-@settings(calm, max_examples=100)
+@settings(calm, max_examples=60)
 @given(
     figure=st.sampled_from(["flops", "down_bps", "up_bps"]),
     factors=st.lists(st.floats(1, 20), min_size=2, max_size=12),

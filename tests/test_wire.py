@@ -241,7 +241,7 @@ def test_a_good_header_before_a_random_body_is_refused_or_sound(kind: int, count
     decode_or_refuse([head(kind, count), *body])
 
 
-@settings(calm, max_examples=250)
+@settings(calm, max_examples=150)
 @given(message=any_message, data=st.data())
 def test_a_message_with_a_changed_byte_is_refused_or_sound(message: Message, data: st.DataObject) -> None:
     frames = on_the_wire(message)
@@ -333,6 +333,14 @@ def test_an_unknown_layout_is_refused() -> None:
     pieces = np.array([(0, INNER_MAJOR + 1, 0, 1, 1, 1)], PIECE)
     with pytest.raises(WireError, match="unknown layout"):
         decode([head(Kind.WORK), b"", pieces.tobytes(), b"", bytes(4)])
+
+
+@pytest.mark.parametrize("name", ["batch", "outer", "inner"])
+def test_an_empty_piece_is_refused(name: str) -> None:
+    pieces = np.array([(5, OUTER_MAJOR, 0, 1, 1, 1)], PIECE)
+    pieces[name] = 0
+    with pytest.raises(WireError, match="piece 5 has 0 bytes"):
+        decode([head(Kind.WORK), b"", pieces.tobytes(), b"", b""])
 
 
 @pytest.mark.parametrize("name", ["batch", "rows", "columns"])
