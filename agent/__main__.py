@@ -21,6 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ[variable] = str(options.threads)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
 
+    stop = SignalStop()  # first, so that no signal finds us without it
+
     import numpy as np
 
     from agent.kernels import pick_kernel
@@ -63,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": platform.machine(),
         "system": platform.system(),
     }
-    stop = SignalStop()
     worker = Worker(
         options.ps,
         Join(pack_profiles([profile]), [options.name], about),

@@ -192,7 +192,11 @@ class Server:
             self._context.term()
             raise AddressError(
                 f"cannot listen on {host} port {port}: {zmq.strerror(error.errno or 0)}. "
-                "Another server may be using it: stop that one, or take port 0 to get any free port"
+                + (
+                    "Another server may be using it: stop that one, or take port 0 to get any free port"
+                    if error.errno == zmq.EADDRINUSE
+                    else "The host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+                )
             ) from None
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
@@ -335,7 +339,7 @@ class Server:
         peer = Peer(identity, first, len(message.profiles), time.monotonic(), message.about)
         self._peers[identity] = peer
         self._peer_of += [peer] * peer.count
-        self.labels += message.labels
+        self.labels += [printable(label) for label in message.labels]
         self._send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = False
         self._handle(DevicesJoined(first, message.profiles))
@@ -525,6 +529,11 @@ class Server:
         """To somebody who is not a peer: if it cannot be delivered now, nobody is owed it."""
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
+
+
+def printable(label: str) -> str:
+    """A name as it may stand in a table or on a terminal: what strangers choose must not move the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in label[:200])
 
 
 def raise_file_limit() -> None:

@@ -267,12 +267,15 @@ def page(run: Finished) -> str:
         ("plain PyTorch", "two", numbers, [row.get("reference_loss", math.nan) for row in run.steps]),
     ]
     seconds = [("seconds", "one", numbers, [row["seconds"] for row in run.steps])]
+    difference = s.get("loss_max_abs_diff")  # null where a loss is no number
     body = [
         element("h1", title),
         _verdict(s),
         element(
             "div",
-            _figure("Loss", f"largest difference {s.get('loss_max_abs_diff', math.nan):.1e}", line_chart(losses)),
+            _figure(
+                "Loss", f"largest difference {math.nan if difference is None else difference:.1e}", line_chart(losses)
+            ),
             _figure("Seconds a step", _percentiles(s), line_chart(seconds, from_zero=True)),
             _figure("Time of a block", "from sent to received", histogram(took_s)),
             _figure("Lateness of a block", "received after the moment the model asked for", histogram(late_s)),

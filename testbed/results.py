@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -119,7 +120,16 @@ class EventLog:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity; null says that there is no number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_blocks(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str]) -> None:

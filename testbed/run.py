@@ -118,7 +118,9 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         losses=losses,
         reference_losses=reference_losses,
         loss_max_abs_diff=difference if np.isfinite(difference) else float("inf"),
-        weights_max_abs_diff=max(float((a - b).abs().max()) for a, b in zip(weights, reference_weights, strict=True)),
+        weights_max_abs_diff=float(
+            np.max([float((a - b).abs().max()) for a, b in zip(weights, reference_weights, strict=True)])
+        ),
         step_s={f"p{p}": float(np.percentile(seconds, p)) for p in (50, 95)},
         first_step_s=steps[0].seconds,
         products_per_step=executor.spent.products // len(steps),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 import signal
 import socket
@@ -85,7 +84,7 @@ def exploding(runs: dict[str, Run], launch: Launch) -> tuple[Program, Path]:
 def long_runs(exploding: object, launch: Launch) -> dict[signal.Signals, Program]:
     """Runs that do not end by themselves, one for each way of ending them."""
     return {
-        number: launch("quickstart", "--steps", "100")[0] for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+        number: launch("quickstart", "--steps", "50")[0] for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
     }
 
 
@@ -204,8 +203,8 @@ def test_a_loss_that_is_no_number_is_never_called_equal(exploding: tuple[Program
     code = program.wait(RUN_LIMIT_S)
     (folder,) = (parent / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert math.isnan(summary["losses"][1])
-    assert not summary["loss_max_abs_diff"] <= 1e-4
+    assert summary["losses"][1] is None  # JSON has no NaN
+    assert summary["loss_max_abs_diff"] is None
     assert summary["verdict"] == "FAILED"
     assert code == 1
 
@@ -215,7 +214,7 @@ def test_interrupted_it_ends_everything_it_started(
     long_runs: dict[signal.Signals, Program], number: signal.Signals
 ) -> None:
     program = long_runs[number]
-    program.expect("step 1 of 100" if number == signal.SIGINT else "40 devices joined", RUN_LIMIT_S)
+    program.expect("step 1 of 50" if number == signal.SIGINT else "40 devices joined", RUN_LIMIT_S)
     pods = psutil.Process(program.pid).children(recursive=True)
     assert len(pods) >= 1
     program.signal(number)
