@@ -24,6 +24,7 @@ from agent.wire import (
     WireError,
     decode,
     encode,
+    send_frames,
 )
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Connection:
         self.send(join)
 
     def send(self, message: Message) -> None:
-        self.socket.send_multipart(encode(message), copy=False)
+        send_frames(self.socket, encode(message))
         self._spoke = self._clock()
 
     def receive(self, timeout_s: float) -> Message | None:

@@ -66,19 +66,18 @@ class Operands:
         )
 
     def _check(self, blocks: NDArray[np.void]) -> None:
-        inner: dict[int, int] = {}
-        for side, extent in (("left", "rows"), ("right", "columns")):
-            wanted = blocks[side]
-            batch_end = blocks[f"{side}_batch"].astype(np.int64) + blocks["batch"]
-            outer_end = blocks[f"{side}_outer"].astype(np.int64) + blocks[extent]
-            for piece in np.unique(wanted).tolist():
-                array = self._pieces.get(piece)
-                if array is None:
-                    raise WireError(f"a block names piece {piece}, which was never sent")
-                inner[piece] = array.shape[2]
-                mine = wanted == piece
-                if batch_end[mine].max() > array.shape[0] or outer_end[mine].max() > array.shape[1]:
-                    raise WireError(f"a block reaches beyond piece {piece} of shape {array.shape}")
-        for left, right in {(r[0], r[1]) for r in blocks[["left", "right"]].tolist()}:
-            if inner[left] != inner[right]:
-                raise WireError(f"pieces {left} and {right} have inner lengths {inner[left]} and {inner[right]}")
+        shapes: dict[int, tuple[int, ...]] = {}
+        for row in blocks.tolist():
+            _, _, _, left, right, left_batch, left_outer, right_batch, right_outer, batch, rows, columns = row
+            for piece in (left, right):
+                if piece not in shapes:
+                    if piece not in self._pieces:
+                        raise WireError(f"a block names piece {piece}, which was never sent")
+                    shapes[piece] = self._pieces[piece].shape
+            one, two = shapes[left], shapes[right]
+            if left_batch + batch > one[0] or left_outer + rows > one[1]:
+                raise WireError(f"a block reaches beyond piece {left} of shape {one}")
+            if right_batch + batch > two[0] or right_outer + columns > two[1]:
+                raise WireError(f"a block reaches beyond piece {right} of shape {two}")
+            if one[2] != two[2]:
+                raise WireError(f"pieces {left} and {right} have inner lengths {one[2]} and {two[2]}")

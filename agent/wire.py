@@ -28,6 +28,7 @@ VERSION = 1
 MAX_FRAMES = 260
 MAX_FRAME_BYTES = 1 << 30  # also given to ZeroMQ as MAXMSGSIZE
 MAX_TEXT_BYTES = 4 << 20
+ZERO_COPY_BYTES = 1 << 16
 MAX_ROWS = 1 << 20  # blocks in one message, devices in one join
 
 _HEADER = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, count, stamp_ns
@@ -175,6 +176,14 @@ def encode(message: Message) -> list[Frame]:
             return [_head(Kind.LEAVE, len(message.devices)), message.devices, _dump({"reason": message.reason})]
         case Goodbye():
             return [_head(Kind.GOODBYE, 0), _dump({"reason": message.reason})]
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame], flags: int = 0) -> None:
+    """Large frames leave from where they lie, small ones are copied: that is cheaper than keeping track of them."""
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        size = len(frame) if isinstance(frame, bytes | memoryview) else frame.nbytes
+        socket.send(frame, flags if index == last else flags | zmq.SNDMORE, copy=size < ZERO_COPY_BYTES)
 
 
 def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:

@@ -10,6 +10,7 @@ Started by the testbed, which writes the fleet to standard input; it ends with t
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import json
 import logging
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 COALESCE_NS = 500_000  # answers due within this time of each other travel together, none earlier than this
 ANSWERS_A_MESSAGE = 512
-SLICE_NS = 500_000  # computing goes on for about so long before the loop looks at the socket again
+SLICE_NS = 200_000  # computing goes on for about so long before the loop looks at the socket again
 SLICE_UNTIMED_NS = 5_000_000  # the same when no time is modelled and nothing can be late
 Answer = tuple[int, int, int, int, int, float, int]  # in the order of wire.ANSWER
 
@@ -155,6 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
+    gc.disable()  # the loop makes no cycles, and a collection would make answers late
     fleet: dict[str, Any] = json.load(sys.stdin)
     profiles = np.array([tuple(row) for row in fleet["profiles"]], dtype=PROFILE)
     pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock())

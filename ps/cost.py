@@ -56,5 +56,6 @@ class Squares:
 
     def cells(self, seconds: float) -> Numbers:
         spare = np.maximum(seconds - self._fixed, 0.0)
-        side: Numbers = (np.sqrt(self._b_squared + 2 * self._twice_a * spare) - self._b) / self._twice_a
+        # the root in the form that does not subtract two nearly equal numbers
+        side: Numbers = 2 * spare / (self._b + np.sqrt(self._b_squared + 2 * self._twice_a * spare))
         return side * side

@@ -187,6 +187,8 @@ class Dispatcher:
             raise ValueError(f"job {event.job} was submitted twice")
         self.jobs[event.job] = Job(event.shape, event.urgent)
         if event.plan is not None:
+            if not all(self.devices[device].alive for device in event.plan.device.tolist()):
+                raise ValueError(f"job {event.job}: the plan names a device that is not there")
             self._add(event.job, event.plan.tiles, event.plan.device, turn)
         else:
             shape = event.shape
@@ -222,8 +224,9 @@ class Dispatcher:
             failed.append((device, job_id, block))
         broken = {d: self.devices[d].refusals for d, _, _ in failed if self.devices[d].refusals > REFUSALS_ALLOWED}
         turn.out += [SuspendDevice(device, f"it failed {refusals} blocks") for device, refusals in broken.items()]
-        self._left(list(broken), turn)
-        for device, job_id, block in failed:
+        if broken:
+            self._left(list(broken), turn)
+        for device, job_id, block in sorted(failed, key=lambda lost: not self.jobs[lost[1]].urgent):
             self._cut([(job_id, block)], turn, avoid=device)
 
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:

@@ -24,8 +24,12 @@ class Records:
     ) -> None:
         """The answers of one message; all of them count, or those whose (device, job, block) is in `counted`."""
         if counted is not None:
-            rows = answers[["device", "job", "block"]].tolist()
-            answers = answers[[(device + first_device, job, block) in counted for device, job, block in rows]]
+            kept = []
+            for device, job, block in answers[["device", "job", "block"]].tolist():
+                key = (device + first_device, job, block)
+                kept.append(key in counted)
+                counted.discard(key)  # the same answer twice counts once
+            answers = answers[kept]
         self._answers.append((answers.copy(), first_device, received_ns))  # the original holds the whole message
 
     def finished(

@@ -13,6 +13,7 @@ import itertools
 import logging
 import resource
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -44,6 +45,7 @@ from agent.wire import (
     Work,
     decode,
     encode,
+    send_frames,
 )
 from ps.dispatcher import (
     AcceptBlocks,
@@ -204,6 +206,8 @@ class Server:
     # ---- for other threads
 
     def start(self) -> Server:
+        # The interpreter lets a busy thread run for 5 ms before another gets its turn; answers must not wait so long.
+        sys.setswitchinterval(min(sys.getswitchinterval(), 0.0005))
         self._thread.start()
         return self
 
@@ -259,12 +263,13 @@ class Server:
         next_beat = time.monotonic()
         while not self._stopping:
             stuck = any(peer.outbox for peer in self._peers.values())
-            timeout_s = 0.001 if stuck else max(0.0, next_beat - time.monotonic())
-            ready = dict(poller.poll(int(timeout_s * 1000) + 1))
+            timeout_s = 0.001 if stuck else max(0.001, next_beat - time.monotonic())
+            ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(4096)
-            self._begin_submitted()
             heard_all = self._read()
+            if self._submitted:
+                self._begin(self._submitted.popleft())  # one a turn: answers do not wait for all of them
             if stuck:
                 for peer in list(self._peers.values()):
                     self._drain(peer)
@@ -370,14 +375,12 @@ class Server:
             self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
 
-    def _begin_submitted(self) -> None:
-        while self._submitted:
-            product = self._submitted.popleft()
-            job = self._next_job
-            self._next_job += 1
-            instructions = self._dispatcher.handle(JobSubmitted(job, product.shape, product.urgent, product.plan))
-            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
-            self._carry_out(instructions)
+    def _begin(self, product: Product) -> None:
+        job = self._next_job
+        self._next_job += 1
+        instructions = self._dispatcher.handle(JobSubmitted(job, product.shape, product.urgent, product.plan))
+        self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
+        self._carry_out(instructions)
 
     def _take_answers(self) -> None:
         """Deal with all answers that this turn has brought, as one event."""
@@ -515,7 +518,7 @@ class Server:
     def _drain(self, peer: Peer) -> bool:
         while peer.outbox:
             try:
-                self._router.send_multipart([peer.identity, *peer.outbox[0]], zmq.NOBLOCK, copy=False)
+                send_frames(self._router, [peer.identity, *peer.outbox[0]], zmq.NOBLOCK)
             except zmq.Again:
                 return True
             except zmq.ZMQError as error:

@@ -7,7 +7,6 @@ product on the fleet. The run is only as good as the agreement of the two.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -61,7 +60,6 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     cores = os.cpu_count() or 1
     pod_count = min(len(fleet), cores if asked.pods == "auto" else asked.pods)
     model_name = scenario.model.name or Path(scenario.model.config or "").stem
-    sys.setswitchinterval(0.0005)  # the server's thread must not wait for the executor's
     torch.set_num_threads(max(1, cores // 2))  # the other half belongs to the pods
 
     server = Server(scenario.server.host, scenario.server.port, run=scenario.name)

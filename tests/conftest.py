@@ -26,6 +26,7 @@ from typing import Protocol
 import psutil
 import pytest
 import zmq
+from hypothesis import settings
 
 from ps.server import Server
 
@@ -33,6 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "CLEAVE_TEST_MARK"
 LIMIT_S = 30.0  # how long anything may take; reached only when something is broken
 SETTLE_S = 5.0  # how long what ends by itself may take to be gone
+
+settings.register_profile("calm", deadline=None)  # a busy machine fails no test
+settings.load_profile("calm")
 
 
 class Until(Protocol):

@@ -25,7 +25,7 @@ from ps.server import Product, Server
 from testbed.bench.work import Matrix, Work
 from testbed.launch import Pods
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 UNLIMITED = Profile(MAX_RATE, 0.0, MAX_RATE, MAX_RATE, 0.0, 1 << 40, 1 << 16)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ def measure(steps: int = 3, batch: int = 8, sequence: int = 64) -> dict[str, Any
     config = model_config("opt-125m")
     data = batches(read_text("stdlib"), 2 * steps + 1, batch, sequence, seed=0)
     cores = os.cpu_count() or 1
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)
     torch.manual_seed(0)
     plain, ours = build_model(config), build_model(config)
     ours.load_state_dict(plain.state_dict())
@@ -39,7 +36,6 @@ def measure(steps: int = 3, batch: int = 8, sequence: int = 64) -> dict[str, Any
                 (step,) = train(model, call, data[i : i + 1], seed=0, learning_rate=1e-4, weight_decay=0.01)
                 seconds[name].append(step.seconds)
                 losses[name].append(step.loss)
-    sys.setswitchinterval(switch)
     return {
         "model": "opt-125m",
         "batch": batch,
