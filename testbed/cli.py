@@ -72,8 +72,8 @@ def run(
         print("cleave: interrupted; everything that was started has ended", file=sys.stderr)
         raise typer.Exit(130) from None
     print_summary(display.console, summary)
-    display.console.print(f"results in {folder}", soft_wrap=True)
-    display.console.print("again with more devices: cleave run quickstart --devices 4000", soft_wrap=True)
+    display.console.print(f"results in {folder}; to look at them, open {folder / 'report.html'}", soft_wrap=True)
+    display.console.print("more devices: make testbed DEVICES=4000; another model: make testbed MODEL=llama-tiny")
     if summary.verdict == "FAILED":
         raise typer.Exit(1)
 

@@ -1,0 +1,56 @@
+"""What the README tells people to type must work: every command in it is parsed by the program it is for."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent.__main__ import _parser
+from testbed.scenario import load_scenario, parse_assignments
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line.split("   #")[0].split("    #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c.startswith("make ")])
+def test_a_make_command_of_the_readme_is_one(command: str) -> None:
+    done = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "cleave run" in c])
+def test_a_scenario_of_the_readme_loads(command: str) -> None:
+    words = shlex.split(command)
+    name = words[words.index("run") + 1]
+    if name == "my-scenario.toml":
+        name = str(ROOT / "testbed" / "scenarios" / "quickstart.toml")  # a reader's own
+    load_scenario(name, parse_assignments([words[i + 1] for i, word in enumerate(words) if word == "--set"]))
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "-m agent" in c])
+def test_an_agent_command_of_the_readme_is_understood(command: str) -> None:
+    words = shlex.split(command)
+    _parser().parse_args(words[words.index("agent") + 1 :])
+
+
+def test_every_command_of_the_readme_is_looked_at() -> None:
+    assert len(commands()) >= 6
+    assert all(c.startswith("make ") or "cleave run" in c or "-m agent" in c for c in commands())
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+def test_a_link_to_a_file_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
