@@ -78,6 +78,28 @@ def draw_fleet(
     )
 
 
+# The fleets of the Cleave authors' evaluation (their public code, netsys-edinburgh/wasp): uniform between these
+# figures, TFLOP/s and MB/s, no latency, 512 MB a device.
+UNIFORM = {
+    "paper": {"flops": (5, 7), "down": (10, 100), "up": (5, 10)},
+    "moderate": {"flops": (2, 10), "down": (5, 200), "up": (2, 20)},
+    "extreme": {"flops": (1, 20), "down": (1, 500), "up": (1, 50)},
+}
+
+
+def uniform_fleet(name: str, count: int, seed: int) -> NDArray[np.void]:
+    """Profiles of one of the UNIFORM fleets."""
+    if count < 1:
+        raise ValueError(f"a fleet needs at least 1 device, not {count}")
+    ranges, rng = UNIFORM[name], np.random.default_rng(seed)
+    profiles = np.zeros(count, dtype=PROFILE)
+    profiles["flops"] = rng.uniform(*ranges["flops"], count) * 1e12
+    profiles["down_bps"] = rng.uniform(*ranges["down"], count) * 8e6
+    profiles["up_bps"] = rng.uniform(*ranges["up"], count) * 8e6
+    profiles["memory_bytes"], profiles["credit_blocks"] = 512_000_000, CREDIT_BLOCKS
+    return profiles
+
+
 def _choose(uniform: NDArray[np.float64], shares: Mapping[str, float], what: str) -> tuple[list[str], NDArray[np.intp]]:
     if not shares:
         raise ValueError(f"no {what} to draw from: give at least one name with a share")

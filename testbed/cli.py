@@ -78,6 +78,67 @@ def run(
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(metavar="NAME", help="A model by name, e.g. opt-13b, llama2-70b.")],
+    fleet: Annotated[
+        str, typer.Option(metavar="NAME", help="paper, moderate, extreme, or a packaged scenario's.")
+    ] = "paper",
+    devices: Annotated[int, typer.Option(metavar="N", help="How many devices.")] = 256,
+    batch: Annotated[int, typer.Option(metavar="B", help="Sequences a batch.")] = 128,
+    seq: Annotated[int, typer.Option(metavar="S", help="Tokens a sequence.")] = 1024,
+    ps_rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help='The server\'s line each way, e.g. "10 Gbit"; no limit without.')
+    ] = None,
+    bytes_per_value: Annotated[int, typer.Option(metavar="BYTES", help="On the wire: 2 or 4.")] = 2,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the fleet.")] = 0,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+    tiles: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every rectangle, a JSON line each.")] = None,
+) -> None:
+    """Plan one batch of a model over a fleet, without running it: makespan and lower bound of every product.
+
+    All times are modelled: latency + max(download, compute, upload) a device, products one after another.
+    """
+    from agent.units import parse_rate
+    from ps.models import check_name, model_config
+    from testbed import plan as planning
+
+    check_name(model)
+    for name, value, allowed in (
+        ("--format", format, ("table", "json")),
+        ("--bytes-per-value", bytes_per_value, (2, 4)),
+    ):
+        if value not in allowed:
+            raise UserError(f"{name} is {value}; it must be {' or '.join(str(a) for a in allowed)}")
+    for name, number in (("--batch", batch), ("--seq", seq)):
+        if number < 1:
+            raise UserError(f"{name} is {number}; it must be at least 1")
+    server_bps = parse_rate(ps_rate) if ps_rate else None
+    if server_bps == 0:
+        raise UserError("--ps-rate is 0; a server without a line moves nothing")
+    profiles = planning.fleet_profiles(fleet, devices, seed)
+
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=format == "json")
+    if not console.is_terminal:
+        console = Console(highlight=False, stderr=format == "json", width=130)
+    console.print(f"capturing the products of {model}; about 10 s", style="dim")
+
+    from ps.products import step_products
+
+    products = step_products(model_config(model), batch, seq)
+    plans = [planning.plan_product(s, n, profiles, bytes_per_value, server_bps) for s, n in products.items()]
+    if tiles is not None:
+        planning.write_tiles(tiles, plans)
+    if format == "json":
+        import json
+
+        print(json.dumps(planning.as_json(plans, profiles, bytes_per_value)))
+    else:
+        planning.print_plans(console, f"{model}, {batch} x {seq} tokens, {devices:,} devices of {fleet}", plans)
+
+
 def main() -> None:
     """Entry point: a user's mistake becomes one clear line and exit code 2."""
     signal.signal(signal.SIGTERM, _interrupt)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from agent.__main__ import _parser
+from ps.models import check_name
+from testbed.plan import fleet_profiles
 from testbed.scenario import load_scenario, parse_assignments
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +47,14 @@ def test_an_agent_command_of_the_readme_is_understood(command: str) -> None:
 
 def test_every_command_of_the_readme_is_looked_at() -> None:
     assert len(commands()) >= 6
-    assert all(c.startswith("make ") or "cleave run" in c or "-m agent" in c for c in commands())
+    assert all(re.match(r"make |\.venv/bin/cleave (run|plan) |python -m agent ", c) for c in commands())
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "cleave plan" in c])
+def test_a_plan_of_the_readme_names_what_there_is(command: str) -> None:
+    words = shlex.split(command)
+    check_name(words[words.index("--model") + 1])
+    fleet_profiles(words[words.index("--fleet") + 1], 4, seed=0)
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
