@@ -14,7 +14,6 @@ import zmq
 
 from agent.wire import (
     MAX_FRAME_BYTES,
-    Goodbye,
     Heartbeat,
     Join,
     Message,
@@ -92,13 +91,3 @@ class Connection:
 
     def close(self, linger_s: float = 0.0) -> None:
         self.socket.close(linger=int(linger_s * 1000))
-
-
-def ended(message: Message | None) -> str | None:
-    """Why this message ends the session, or None if it does not."""
-    match message:
-        case Refused(reason=reason):
-            return f"refused: {reason}"
-        case Goodbye(reason=reason):
-            return f"goodbye: {reason}"
-    return None

@@ -112,7 +112,10 @@ def tile(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
             PackingError
         ):  # so little memory that this fails: pack as if there were enough, and halve what is too big
             boundless = replace(rates, most_cells=np.full(len(rates), np.inf))
-            tiles, owner = _halved(*pack(boundless, batch, rows, columns, bound_s), rates.most_cells)
+            tiles, owner = halved(
+                *pack(boundless, batch, rows, columns, bound_s),
+                lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > rates.most_cells[o],
+            )
         made.append(Tiling(tiles, able[owner], bound_s, makespan(rates, tiles, owner)))
     return min(made, key=lambda tiling: tiling.makespan_s)
 
@@ -128,9 +131,11 @@ def _parts(rates: Rates, span_s: float, rows: int, columns: int) -> Integers:
     return parts.astype(np.int64)
 
 
-def _halved(tiles: Integers, owner: Integers, most_cells: Numbers) -> tuple[Integers, Integers]:
+def halved(
+    tiles: Integers, owner: Integers, too_large: Callable[[Integers, Integers], NDArray[np.bool_]]
+) -> tuple[Integers, Integers]:
     """Halve whatever its device cannot hold, until it fits: the batch while there is one, then the longer side."""
-    while (large := tiles[:, 1] * tiles[:, 3] * tiles[:, 5] > most_cells[owner]).any():
+    while (large := too_large(tiles, owner)).any():
         first, second = tiles[large].copy(), tiles[large].copy()
         axis = np.where(first[:, 1] > 1, 0, np.where(first[:, 3] >= first[:, 5], 2, 4))
         row = np.arange(len(first))

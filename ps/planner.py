@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.cost import Squares, block_bytes, block_seconds
+from ps.packing import halved
 
 Integers = NDArray[np.int64]
 
@@ -69,7 +70,10 @@ def plan(shape: Shape, profiles: NDArray[np.void], backlog_s: NDArray[np.float64
         tiles, owner = _batch_ranges(shape, cells)
     else:
         tiles, owner = _grid_each(shape, cells)
-    tiles, owner = _fit_memory(tiles, owner, profiles["memory_bytes"][chosen], shape.inner)
+    memory_bytes = profiles["memory_bytes"][chosen]
+    tiles, owner = halved(
+        tiles, owner, lambda t, o: block_bytes(t[:, 1], t[:, 3], shape.inner, t[:, 5]) > memory_bytes[o]
+    )
     device = chosen[owner]
     times = block_seconds(profiles[device], tiles[:, 1], tiles[:, 3], shape.inner, tiles[:, 5])
     finish = np.bincount(owner, weights=times, minlength=len(chosen)) + backlog_s[chosen]
@@ -159,23 +163,3 @@ def _grid_each(shape: Shape, cells: NDArray[np.float64]) -> tuple[Integers, Inte
     entry = np.repeat(np.arange(shape.batch), len(grid))
     tiles = np.column_stack([entry, np.ones(len(entry), np.int64), np.tile(grid, (shape.batch, 1))])
     return tiles, dealt[np.tile(place, shape.batch), entry]
-
-
-def _fit_memory(
-    tiles: Integers, owner: Integers, memory_bytes: NDArray[np.int64], inner: int
-) -> tuple[Integers, Integers]:
-    """Halve whatever its device cannot hold, until it fits."""
-    while True:
-        large = block_bytes(tiles[:, 1], tiles[:, 3], inner, tiles[:, 5]) > memory_bytes[owner]
-        if not large.any():
-            return tiles, owner
-        first, second = tiles[large].copy(), tiles[large].copy()
-        # halve the batch while there is one, then the longer side
-        axis = np.where(first[:, 1] > 1, 0, np.where(first[:, 3] >= first[:, 5], 2, 4))
-        row = np.arange(len(first))
-        half = first[row, axis + 1] // 2
-        first[row, axis + 1] = half
-        second[row, axis] += half
-        second[row, axis + 1] -= half
-        tiles = np.concatenate([tiles[~large], first, second])
-        owner = np.concatenate([owner[~large], owner[large], owner[large]])
