@@ -73,7 +73,9 @@ def run(
         raise typer.Exit(130) from None
     print_summary(display.console, summary)
     display.console.print(f"results in {folder}; to look at them, open {folder / 'report.html'}", soft_wrap=True)
-    display.console.print("more devices: make testbed DEVICES=4000; another model: make testbed MODEL=llama-tiny")
+    display.console.print(
+        "more devices: make testbed DEVICES=4000; another model: make testbed MODEL=llama-tiny", soft_wrap=True
+    )
     if summary.verdict == "FAILED":
         raise typer.Exit(1)
 
