@@ -37,8 +37,11 @@ class Connection:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         join: Join,
+        *,
+        receive_ahead: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`receive_ahead`: messages taken off the network before they are asked for, at most; 0 is no limit."""
         self.endpoint = endpoint
         self.joined: Welcome | None = None
         self._clock = clock
@@ -46,7 +49,7 @@ class Connection:
         self._heard = self._spoke = clock()
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the server's credit
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, receive_ahead)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.socket.connect(endpoint)
@@ -80,6 +83,10 @@ class Connection:
         """Say that we live, if nothing else has been said for a heartbeat."""
         if self.joined and self._clock() - self._spoke >= self._heartbeat_s:
             self.send(Heartbeat())
+
+    def excuse(self) -> None:
+        """Silence is our own doing: nothing is read at present."""
+        self._heard = self._clock()
 
     @property
     def heartbeat_s(self) -> float:

@@ -5,29 +5,28 @@ Shared by the agent and the emulator's pods. Views only: an operand is never cop
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent.kernels import Kernel
 from agent.wire import INNER_MAJOR, WireError, Work
 
 Array = NDArray[np.float32]
 # one block as plain integers, in the order of wire.BLOCK
-BlockRow = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+BlockRow = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]
 
 
 class Operands:
     def __init__(self) -> None:
         self._pieces: dict[int, Array] = {}  # piece -> [batch, outer, inner]
-        self._of_job: defaultdict[int, list[int]] = defaultdict(list)
-        self.bytes = 0
+        self._sums: dict[tuple[int, int], tuple[int, Array]] = {}  # (job, block) -> chunks added up so far, their sum
 
     def accept(self, work: Work) -> None:
         """Take in what a message brings. WireError if a block asks for cells that its pieces do not have."""
-        self.release(work.released.tolist())
-        for (piece, layout, job, batch, outer, inner), data in zip(work.pieces.tolist(), work.data, strict=True):
+        self.drop(work.released.tolist())
+        for (piece, layout, batch, outer, inner), data in zip(work.pieces.tolist(), work.data, strict=True):
             if piece in self._pieces:
                 raise WireError(f"piece {piece} came a second time")
             flat = np.frombuffer(data, dtype=np.float32)
@@ -36,24 +35,46 @@ class Operands:
             else:
                 array = flat.reshape(batch, outer, inner)
             self._pieces[piece] = array
-            self._of_job[job].append(piece)
-            self.bytes += array.nbytes
         self._check(work.blocks)
 
-    def release(self, jobs: Iterable[int]) -> None:
-        for job in jobs:
-            for piece in self._of_job.pop(job, ()):
-                self.bytes -= self._pieces.pop(piece).nbytes
+    def drop(self, pieces: Iterable[int]) -> None:
+        for piece in pieces:
+            self._pieces.pop(piece, None)
 
-    def clear(self) -> None:
-        self.release(list(self._of_job))
+    @property
+    def bytes(self) -> int:
+        return sum(array.nbytes for array in list(self._pieces.values()))
 
     def inner(self, piece: int) -> int:
         return int(self._pieces[piece].shape[2])
 
+    def product(self, row: BlockRow, kernel: Kernel) -> Array | None:
+        """The block's product; None if more of its chunks are to come. KeyError if its pieces were dropped."""
+        product = kernel.product(*self.factors(row))
+        chunk, chunks = row[12], row[13]
+        if chunks == 1:
+            return product
+        self.drop(row[3:5])
+        key = row[1:3]
+        added, total = self._sums.pop(key, (0, product))
+        if added != chunk:
+            raise WireError(f"chunk {chunk} of block {row[2]} of job {row[1]} came after {added} chunks")
+        if chunk:
+            total += product
+        if chunk + 1 == chunks:
+            return total
+        self._sums[key] = (chunk + 1, total)
+        return None
+
+    def skip(self, row: BlockRow) -> None:
+        """Nobody wants this block any more: what only it needs goes."""
+        if row[13] > 1:
+            self.drop(row[3:5])
+            self._sums.pop(row[1:3], None)
+
     def factors(self, row: BlockRow) -> tuple[Array, Array]:
         """The block's left [rows, inner] and right [inner, columns]; with a batch axis in front if it has several."""
-        _, _, _, left, right, left_batch, left_outer, right_batch, right_outer, batch, rows, columns = row
+        _, _, _, left, right, left_batch, left_outer, right_batch, right_outer, batch, rows, columns = row[:12]
         one, two = self._pieces[left], self._pieces[right]
         if batch == 1:
             return (
@@ -68,11 +89,11 @@ class Operands:
     def _check(self, blocks: NDArray[np.void]) -> None:
         shapes: dict[int, tuple[int, ...]] = {}
         for row in blocks.tolist():
-            _, _, _, left, right, left_batch, left_outer, right_batch, right_outer, batch, rows, columns = row
+            _, _, _, left, right, left_batch, left_outer, right_batch, right_outer, batch, rows, columns = row[:12]
             for piece in (left, right):
                 if piece not in shapes:
                     if piece not in self._pieces:
-                        raise WireError(f"a block names piece {piece}, which was never sent")
+                        raise WireError(f"a block names piece {piece}, which is not there")
                     shapes[piece] = self._pieces[piece].shape
             one, two = shapes[left], shapes[right]
             if left_batch + batch > one[0] or left_outer + rows > one[1]:

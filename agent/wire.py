@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agent.profile import PROFILE, check_profiles
 
 MAGIC = b"CLVE"
-VERSION = 1
+VERSION = 2
 MAX_FRAMES = 260
 MAX_FRAME_BYTES = 1 << 30  # also given to ZeroMQ as MAXMSGSIZE
 MAX_TEXT_BYTES = 4 << 20
@@ -50,9 +50,7 @@ class Kind(IntEnum):
 # the server's memory; products take either, so nobody transposes.
 OUTER_MAJOR, INNER_MAJOR = 0, 1
 
-PIECE = np.dtype(
-    [("piece", "<u4"), ("layout", "<u4"), ("job", "<u8"), ("batch", "<u4"), ("outer", "<u4"), ("inner", "<u4")]
-)
+PIECE = np.dtype([("piece", "<u4"), ("layout", "<u4"), ("batch", "<u4"), ("outer", "<u4"), ("inner", "<u4")])
 BLOCK = np.dtype(
     [
         ("device", "<u4"),  # index of the device within its connection
@@ -67,6 +65,11 @@ BLOCK = np.dtype(
         ("batch", "<u4"),
         ("rows", "<u4"),
         ("columns", "<u4"),
+        # A block whose operands do not fit into the device's memory comes in chunks along the inner dimension, in their
+        # order, one row a chunk. Its pieces are for this row alone: dropped when it is computed, and added up.
+        ("chunk", "<u4"),
+        ("chunks", "<u4"),  # 1: it comes whole
+        ("down_bytes", "<u8"),  # what this device downloads for it: a pod's socket may carry less, for several devices
     ]
 )
 ANSWER = np.dtype(
@@ -118,7 +121,7 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class Work:
     stamp_ns: int  # the server's clock when it sent this; modelled time counts from here
-    released: NDArray[np.uint64]  # jobs whose pieces may be dropped
+    released: NDArray[np.uint32]  # pieces to be dropped, before new ones are taken in
     pieces: NDArray[np.void]
     blocks: NDArray[np.void]
     data: list[Frame]  # one a piece
@@ -242,17 +245,19 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
 def _decode_work(body: Sequence[Any], count: int, stamp_ns: int) -> Work:
     if len(body) < 3:
         raise WireError(f"WORK of {len(body)} body frames, at least 3 are needed")
-    released = _table(body[0], np.dtype("<u8"), len(body[0]) // 8, "released jobs")
+    released = _table(body[0], np.dtype("<u4"), len(body[0]) // 4, "released pieces")
     pieces = _table(body[1], PIECE, len(body) - 3, "pieces")
     blocks = _table(body[2], BLOCK, count, "blocks")
     if np.any(pieces["layout"] > INNER_MAJOR):
         raise WireError("a piece has an unknown layout")
     for row, data in zip(pieces.tolist(), body[3:], strict=True):
-        size = 4 * row[3] * row[4] * row[5]  # Python integers: no overflow
+        size = 4 * row[2] * row[3] * row[4]  # Python integers: no overflow
         if size == 0 or len(data) != size:
             raise WireError(f"piece {row[0]} has {len(data)} bytes, {size} were announced")
     if np.any(blocks["batch"] == 0) or np.any(blocks["rows"] == 0) or np.any(blocks["columns"] == 0):
         raise WireError("a block is empty")
+    if np.any(blocks["chunk"] >= blocks["chunks"]):
+        raise WireError("a block has a chunk beyond its last one")
     return Work(stamp_ns, released, pieces, blocks, list(body[3:]))
 
 

@@ -1,7 +1,9 @@
 """The agent's loop: join, receive, compute, return; rejoin when the line breaks; leave when asked to.
 
 Download, compute and upload overlap: ZeroMQ's own thread moves bytes, this module's first thread speaks the protocol,
-its second computes. The protocol thread never computes, so heartbeats go on during the longest block.
+its second computes. The protocol thread never computes, so heartbeats go on during the longest block. While a chunk of
+a streamed block is being computed nothing more is read: one chunk waits in ZeroMQ, one is on its way, and the network
+holds the sender back, so memory stays within three chunks.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Worker:
 
     def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> Refused | Goodbye | None:
         """One stay at the server, from joining to its end; what the server said last, None if the line broke."""
-        line = Connection(context, self._endpoint, self._join)
+        line = Connection(context, self._endpoint, self._join, receive_ahead=1)
         operands = Operands()
         bell, ear = _bell(context)
         computer = Computer(operands, self._kernel, ring=lambda: bell.send(b""))
@@ -90,6 +92,10 @@ class Worker:
         computer.start()
         try:
             while True:
+                reading = not computer.streaming
+                poller.register(line.socket, zmq.POLLIN if reading else 0)
+                if not reading:
+                    line.excuse()
                 events = dict(poller.poll(int(line.heartbeat_s * 500)))
                 if self._stop.requested:
                     self._return(line, computer)
@@ -110,7 +116,7 @@ class Worker:
                                 log.warning("the server sent work that does not add up (%s): joining again", error)
                                 return None
                             if len(work.blocks):
-                                computer.inbox.put(work.blocks.tolist())
+                                computer.give(work.blocks.tolist())
                         case Cancel(blocks=blocks):
                             computer.cancelled.update((job, block) for _, job, block in blocks.tolist())
                         case Welcome(run=run):
@@ -152,7 +158,18 @@ class Computer(threading.Thread):
         self.inbox: SimpleQueue[list[BlockRow] | None] = SimpleQueue()
         self.outbox: SimpleQueue[Result] = SimpleQueue()
         self.cancelled: set[tuple[int, int]] = set()
+        self._spent: dict[tuple[int, int], float] = {}  # seconds so far of blocks that come in chunks
         self._operands, self._kernel, self._ring = operands, kernel, ring
+        self._chunks_given = self._chunks_done = 0  # each counted by one thread
+
+    def give(self, rows: list[BlockRow]) -> None:
+        self._chunks_given += sum(row[13] > 1 for row in rows)
+        self.inbox.put(rows)
+
+    @property
+    def streaming(self) -> bool:
+        """Is a chunk of a streamed block waiting to be computed?"""
+        return self._chunks_given > self._chunks_done
 
     def run(self) -> None:
         while (rows := self.inbox.get()) is not None:
@@ -161,20 +178,18 @@ class Computer(threading.Thread):
             size, opened = 0, time.perf_counter()
             for row in rows:
                 device, job, block = row[:3]
-                if (job, block) in self.cancelled:
-                    self.cancelled.discard((job, block))
-                    continue
                 begin = time.perf_counter()
-                status, product = DONE, _NOTHING
-                try:
-                    product = self._kernel.product(*self._operands.factors(row))
-                except KeyError:
-                    continue  # released while it waited: somebody else has answered
-                except MemoryError:
-                    status = FAILED
-                    log.warning("not enough memory for block %d of job %d", block, job)
+                status, product = self._compute(row)
                 now = time.perf_counter()
-                answers.append((device, job, block, status, product.size, now - begin, 0))
+                seconds = self._spent.pop((job, block), 0.0) + now - begin
+                if row[13] > 1:
+                    self._chunks_done += 1
+                    self._ring()
+                if product is None:
+                    if row[12] + 1 < row[13]:
+                        self._spent[job, block] = seconds
+                    continue
+                answers.append((device, job, block, status, product.size, seconds, 0))
                 cells.append(product.reshape(-1))
                 size += product.nbytes
                 if size >= FLUSH_BYTES or now - opened >= FLUSH_S:
@@ -182,6 +197,25 @@ class Computer(threading.Thread):
                     answers, cells, size, opened = [], [], 0, now
             if answers:
                 self._flush(answers, cells)
+
+    def _compute(self, row: BlockRow) -> tuple[int, Array | None]:
+        """Status and product; None: there is nothing to answer, or not yet."""
+        job, block, last = row[1], row[2], row[12] + 1 == row[13]
+        if (job, block) in self.cancelled:
+            if last:
+                self.cancelled.discard((job, block))
+            self._operands.skip(row)
+            return DONE, None
+        try:
+            return DONE, self._operands.product(row, self._kernel)
+        except KeyError:
+            return DONE, None  # dropped while it waited: somebody else has answered
+        except (MemoryError, WireError) as error:
+            log.warning("block %d of job %d failed: %s", block, job, error or "not enough memory")
+            self._operands.skip(row)
+            if not last:
+                self.cancelled.add((job, block))  # the rest of it is of no use
+            return FAILED, _NOTHING
 
     def _flush(self, answers: list[tuple[int, int, int, int, int, float, int]], cells: list[Array]) -> None:
         data = cells[0] if len(cells) == 1 else np.concatenate(cells)

@@ -87,15 +87,15 @@ UNIFORM = {
 }
 
 
-def uniform_fleet(name: str, count: int, seed: int) -> NDArray[np.void]:
+def uniform_fleet(name: str, count: int, seed: int, line_share: float = 1.0) -> NDArray[np.void]:
     """Profiles of one of the UNIFORM fleets."""
     if count < 1:
         raise ValueError(f"a fleet needs at least 1 device, not {count}")
     ranges, rng = UNIFORM[name], np.random.default_rng(seed)
     profiles = np.zeros(count, dtype=PROFILE)
     profiles["flops"] = rng.uniform(*ranges["flops"], count) * 1e12
-    profiles["down_bps"] = rng.uniform(*ranges["down"], count) * 8e6
-    profiles["up_bps"] = rng.uniform(*ranges["up"], count) * 8e6
+    profiles["down_bps"] = line_share * rng.uniform(*ranges["down"], count) * 8e6
+    profiles["up_bps"] = line_share * rng.uniform(*ranges["up"], count) * 8e6
     profiles["memory_bytes"], profiles["credit_blocks"] = 512_000_000, CREDIT_BLOCKS
     return profiles
 

@@ -54,6 +54,7 @@ class Pod:
         self._sent_ns = 0  # when answers left last
         self._sequence = 0  # breaks ties in the heaps, first come first served
         self._cancelled: set[tuple[int, int]] = set()
+        self._spent: dict[tuple[int, int], float] = {}  # modelled seconds so far of blocks that come in chunks
         self.stopping = False
 
     def run(self, endpoint: str) -> int:
@@ -105,9 +106,13 @@ class Pod:
         cells = blocks["batch"].astype(np.int64) * blocks["rows"] * blocks["columns"]
         inner = self._operands.inner(int(blocks["left"][0]))  # a message's blocks belong to one job
         if self._modelled:
-            down_bytes = 4 * inner * blocks["batch"].astype(np.int64) * (blocks["rows"] + blocks["columns"])
+            last = blocks["chunk"] + 1 == blocks["chunks"]  # earlier chunks are added up and send nothing back
             due_s, compute_s = self._devices.schedule(
-                work.stamp_ns / 1e9, blocks["device"].astype(np.int64), down_bytes, 2.0 * inner * cells, 4 * cells
+                work.stamp_ns / 1e9,
+                blocks["device"].astype(np.int64),
+                blocks["down_bytes"].astype(np.int64),
+                2.0 * inner * cells,
+                4 * cells * last,
             )
             due_ns, computing = (due_s * 1e9).astype(np.int64).tolist(), compute_s.tolist()
         else:
@@ -127,12 +132,19 @@ class Pod:
         while self._to_compute and self._clock.now_ns() < until_ns:
             due_ns, sequence, row, compute_s = heapq.heappop(self._to_compute)
             if self._cancelled and (row[1], row[2]) in self._cancelled:
-                self._cancelled.discard((row[1], row[2]))
+                if row[12] + 1 == row[13]:
+                    self._cancelled.discard((row[1], row[2]))
+                self._operands.skip(row)
                 continue
             try:
-                product = self._kernel.product(*self._operands.factors(row))
+                product = self._operands.product(row, self._kernel)
             except KeyError:
-                continue  # released while it waited: somebody else has answered
+                continue  # dropped while it waited: somebody else has answered
+            if row[13] > 1:
+                compute_s += self._spent.pop(row[1:3], 0.0)
+            if product is None:  # more chunks of this block are to come
+                self._spent[row[1:3]] = compute_s
+                continue
             answer = (row[0], row[1], row[2], DONE, product.size, compute_s, due_ns)
             heapq.heappush(self._to_send, (due_ns, sequence, answer, product))
 

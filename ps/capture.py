@@ -30,6 +30,9 @@ PRODUCTS: dict[Any, tuple[int, int]] = {
 OPAQUE = ("scaled_dot_product", "convolution", "_grouped_mm", "addmv", "aten.mv", "linear_backward", "_int_mm")
 
 
+HEAVY_VALUES = 1 << 22  # a local operation with so many results takes milliseconds
+
+
 class CaptureError(UserError):
     """The model cannot be distributed as it is; the text says what to change."""
 
@@ -40,6 +43,7 @@ class Node:
     inputs: tuple[int, ...]
     product: tuple[int, int] | None
     urgent: bool
+    heavy: bool  # it runs here for a while: products that are ready go out before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,17 @@ def prepare(name: str, module: fx.GraphModule) -> Program:
             tuple(inputs[i]),
             PRODUCTS[node.target] if is_product[i] else None,
             urgent=name == "forward" or leads_to_product[i],
+            heavy=node.op == "call_function" and not is_product[i] and _values(node) >= HEAVY_VALUES,
         )
         for i, node in enumerate(fx_nodes)
     )
     placeholders = tuple(i for i, node in enumerate(fx_nodes) if node.op == "placeholder")
     return Program(name, module, nodes, placeholders, tuple(tuple(u) for u in users), len(fx_nodes) - 1, index)
+
+
+def _values(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _draws(node: fx.Node) -> bool:

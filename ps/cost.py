@@ -2,13 +2,16 @@
 
 One block of `batch` x `rows` x `columns` cells over the inner length n, 4 bytes a value, on a device:
 
-    down    = batch (rows + columns) n 32 bit / down_rate
-    compute = overhead + 2 batch rows columns n / flops
+    down    = (new_rows + new_columns) batch n 32 bit / down_rate       only what the device does not hold already
+    compute = chunks x overhead + 2 batch rows columns n / flops
     up      = batch rows columns 32 bit / up_rate
-    time    = latency + down + compute + up + latency
+    time    = latency + max(down + compute / chunks, down / chunks + compute) + up + latency
 
-A block's operands arrive whole before it is computed, so within one block the three add up; across the blocks of a
-device they overlap.
+A block's operands arrive in `chunks` equal parts along the inner dimension and are added up on the device as they
+arrive; in one part, that is whole, if they fit into its memory. Across the blocks of a device the three overlap.
+
+Memory: the output and the operands, if they are whole; else the output twice (the sum so far and what is added to it)
+and three chunks (one computed, one waiting, one arriving).
 """
 
 from __future__ import annotations
@@ -19,43 +22,61 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 BYTES = 4  # float32 on the wire
+CHUNKS_HELD = 3
+LEAST_CHUNK = 32  # inner values; shorter ones would cost more in calls than they save
 
 
-def block_seconds(profiles: NDArray[np.void], batch: Any, rows: Any, inner: int, columns: Any) -> Numbers:
-    """Time of one block on each device of `profiles`, alone on that device."""
-    down_bits = 8.0 * BYTES * batch * (rows + columns) * inner
+def operand_bytes(batch: Any, rows: Any, inner: int, columns: Any) -> Any:
+    """What both operands of a block weigh."""
+    return BYTES * inner * batch * (rows + columns)
+
+
+def chunk_length(batch: Any, rows: Any, inner: int, columns: Any, budget_bytes: Any) -> Integers:
+    """Inner values a chunk, so that the block fits the budget: all of them if possible, 0 if nothing helps."""
+    output = BYTES * batch * rows * columns
+    a_value = operand_bytes(batch, rows, 1, columns)
+    longest = (budget_bytes - 2 * output) // (CHUNKS_HELD * a_value)
+    streamed = np.where(longest >= LEAST_CHUNK, np.minimum(longest, inner - 1), 0)
+    length: Integers = np.where(budget_bytes >= output + a_value * inner, inner, streamed)
+    return length
+
+
+def block_bytes(batch: Any, rows: Any, inner: int, columns: Any, chunk: Any) -> Any:
+    """Memory of one block on its device."""
+    streamed = chunk < inner
+    outputs, held = np.where(streamed, 2, 1), np.where(streamed, CHUNKS_HELD * chunk, inner)
+    return BYTES * batch * (outputs * rows * columns + (rows + columns) * held)
+
+
+def least_bytes(inner: int) -> int:
+    """Memory that a device needs to compute one cell."""
+    return BYTES * min(1 + 2 * inner, 2 + 2 * CHUNKS_HELD * LEAST_CHUNK)
+
+
+def block_seconds(
+    profiles: NDArray[np.void],
+    batch: Any,
+    rows: Any,
+    inner: int,
+    columns: Any,
+    down_bytes: Any = None,
+    chunks: Any = 1,
+) -> Numbers:
+    """Time of one block on each device of `profiles`, alone on that device. `down_bytes`: unless it needs all."""
+    if down_bytes is None:
+        down_bytes = operand_bytes(batch, rows, inner, columns)
     cells = 1.0 * batch * rows * columns
-    seconds: Numbers = (
-        2 * profiles["latency_s"]
-        + down_bits / profiles["down_bps"]
-        + profiles["overhead_s"]
-        + 2 * cells * inner / profiles["flops"]
-        + 8 * BYTES * cells / profiles["up_bps"]
-    )
+    down = 8.0 * down_bytes / profiles["down_bps"]
+    compute = chunks * profiles["overhead_s"] + 2 * cells * inner / profiles["flops"]
+    up = 8 * BYTES * cells / profiles["up_bps"]
+    seconds: Numbers = 2 * profiles["latency_s"] + np.maximum(down + compute / chunks, down / chunks + compute) + up
     return seconds
 
 
-def block_bytes(batch: Any, rows: Any, inner: int, columns: Any) -> Any:
-    """Memory of one block on its device: both operands and the output."""
-    return BYTES * batch * ((rows + columns) * inner + rows * columns)
-
-
-class Squares:
-    """The largest square block that each device returns within a given time, for one inner length n.
-
-    With the side x, the time is a quadratic: (2 n / flops + 32 / up) x^2 + (64 n / down) x + fixed.
-    """
-
-    def __init__(self, profiles: NDArray[np.void], inner: int, backlog_s: Numbers) -> None:
-        self._fixed = backlog_s + 2 * profiles["latency_s"] + profiles["overhead_s"]
-        self._twice_a = 2 * (2 * inner / profiles["flops"] + 8 * BYTES / profiles["up_bps"])
-        self._b = 2 * 8 * BYTES * inner / profiles["down_bps"]
-        self._b_squared = self._b**2
-
-    def cells(self, seconds: float) -> Numbers:
-        spare = np.maximum(seconds - self._fixed, 0.0)
-        # the root in the form that does not subtract two nearly equal numbers
-        side: Numbers = 2 * spare / (self._b + np.sqrt(self._b_squared + 2 * self._twice_a * spare))
-        return side * side
+def usable_bytes(profiles: NDArray[np.void]) -> Integers:
+    """Memory for a block: half of what the device lends, the other half is for slabs that it keeps."""
+    usable: Integers = profiles["memory_bytes"] // 2
+    return usable

@@ -7,102 +7,44 @@ Always true, and checked by `check()` after every event in tests:
 - the blocks of a job that are not cut up tile its output exactly, so every cell is written exactly once;
 - a block waits in one queue, or is in flight on one device, or is done, or was cut up;
 - a late or duplicate answer changes nothing;
-- no device holds more blocks or bytes than its credit;
+- no device holds more blocks or bytes than its credit: blocks in flight and kept slabs fit its memory together;
 - a job ends as long as one able device lives.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent.profile import PROFILE
-from ps.cost import block_bytes, block_seconds
-from ps.planner import Integers, Plan, PlanError, Shape
+from ps.cost import BYTES, block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
+from ps.events import (
+    AcceptBlocks,
+    BlocksFailed,
+    BlocksReturned,
+    DevicesJoined,
+    DevicesLeft,
+    Event,
+    Instruction,
+    JobFinished,
+    JobsSubmitted,
+    JobWaits,
+    OperandsForgotten,
+    SendBlocks,
+    Submission,
+    SuspendDevice,
+)
+from ps.grid import grid_plan
+from ps.planner import Integers, PlanError, Planner, Request, Shape
 
 PENDING, IN_FLIGHT, DONE, CUT = range(4)
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of the least busy survivors
 THEFTS_A_TURN = 32
-
-
-@dataclass(frozen=True, slots=True)
-class DevicesJoined:
-    first: int  # ids are first, first + 1, ...; an id is never used twice
-    profiles: NDArray[np.void]
-
-
-@dataclass(frozen=True, slots=True)
-class DevicesLeft:
-    devices: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class JobSubmitted:
-    job: int
-    shape: Shape
-    urgent: bool  # somebody waits for it; otherwise it fills idle devices
-    plan: Plan | None = None  # given: used as it is, its device indices being ids
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksReturned:
-    """Three lists side by side: which device answered which block of which job."""
-
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksFailed:
-    """The devices could not compute these blocks."""
-
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
-
-
-Event = DevicesJoined | DevicesLeft | JobSubmitted | BlocksReturned | BlocksFailed
-
-
-@dataclass(frozen=True, slots=True)
-class SendBlocks:
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptBlocks:
-    """Positions, in the BlocksReturned event, of the answers that count. Everything else is to be thrown away."""
-
-    positions: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class JobFinished:
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobWaits:
-    job: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SuspendDevice:
-    device: int
-    reason: str
-
-
-Instruction = SendBlocks | AcceptBlocks | JobFinished | JobWaits | SuspendDevice
-Planner = Callable[[Shape, NDArray[np.void], NDArray[np.float64], int | None], Plan]
+NOBODY = "no device is there"
 
 
 class InvariantBroken(AssertionError):
@@ -111,14 +53,22 @@ class InvariantBroken(AssertionError):
 
 @dataclass(slots=True)
 class Job:
-    shape: Shape
+    request: Request
     urgent: bool
+    operands: tuple[int | None, int | None] = (None, None)  # whose slabs may be kept
     tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
     state: list[int] = field(default_factory=list)
     device: list[int] = field(default_factory=list)
     cost_s: list[float] = field(default_factory=list)
     size_bytes: list[int] = field(default_factory=list)
+    down_bytes: list[int] = field(default_factory=list)  # what the device does not hold yet
+    chunk: list[int] = field(default_factory=list)  # inner values at a time; all of them: it is sent whole
+    kept: list[int] = field(default_factory=list)  # 1: its left slab is one that the device keeps; 2: its right one
     open: int = 0  # blocks neither done nor cut up
+
+    @property
+    def shape(self) -> Shape:
+        return self.request.shape
 
 
 @dataclass(slots=True)
@@ -129,6 +79,7 @@ class Device:
     background: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight: set[tuple[int, int]] = field(default_factory=set)
     in_flight_bytes: int = 0
+    kept_bytes: int = 0
     backlog_s: float = 0.0  # modelled seconds of work given and not yet returned
     refusals: int = 0
     alive: bool = True
@@ -136,6 +87,19 @@ class Device:
     @property
     def idle(self) -> bool:
         return not (self.in_flight or self.urgent or self.background)
+
+
+@dataclass(slots=True)
+class Slabs:
+    """What each device keeps of one operand: one range of its rows a device, empty where high is 0."""
+
+    low: Integers
+    high: Integers
+    row_bytes: int
+
+    def hold(self, devices: Integers, low: Integers, high: Integers) -> NDArray[np.bool_]:
+        inside: NDArray[np.bool_] = (self.low[devices] <= low) & (high <= self.high[devices])
+        return inside
 
 
 @dataclass(slots=True)
@@ -147,6 +111,11 @@ class Turn:
     freed: dict[int, None] = field(default_factory=dict)  # devices that may take more, in order
 
 
+def whole(shape: Shape) -> Integers:
+    """The rectangle that is all of a product's output."""
+    return np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]])
+
+
 class Dispatcher:
     def __init__(self, planner: Planner) -> None:
         self.jobs: dict[int, Job] = {}
@@ -156,8 +125,8 @@ class Dispatcher:
         self._planner = planner
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
         self._waiting_total = 0
-        self._able = np.empty(0, np.int64)  # ids that take work
-        self._counts: dict[Shape, int] = {}  # how many devices a shape wants, while the fleet stays as it is
+        self._able = np.empty(0, np.int64)  # ids that take work; a new array whenever they change
+        self._slabs: dict[int, Slabs] = {}  # by operand
         self._orphans: list[tuple[int, Integers]] = []  # rectangles that no device could take yet
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -166,14 +135,16 @@ class Dispatcher:
         match event:
             case BlocksReturned():
                 self._returned(event, turn)
-            case JobSubmitted():
-                self._submitted(event, turn)
+            case JobsSubmitted(jobs=jobs):
+                self._submitted(jobs, turn)
             case DevicesJoined():
                 self._joined(event, turn)
             case DevicesLeft(devices=devices):
                 self._left([d for d in devices if self.devices[d].alive], turn)
             case BlocksFailed():
                 self._failed(event, turn)
+            case OperandsForgotten(operands=operands):
+                self._forget(operands)
         if self._waiting_total:
             self._feed(turn)
         if turn.send.devices:
@@ -182,17 +153,36 @@ class Dispatcher:
 
     # ---- events
 
-    def _submitted(self, event: JobSubmitted, turn: Turn) -> None:
-        if event.job in self.jobs:
-            raise ValueError(f"job {event.job} was submitted twice")
-        self.jobs[event.job] = Job(event.shape, event.urgent)
-        if event.plan is not None:
-            if not all(self.devices[device].alive for device in event.plan.device.tolist()):
-                raise ValueError(f"job {event.job}: the plan names a device that is not there")
-            self._add(event.job, event.plan.tiles, event.plan.device, turn)
-        else:
-            shape = event.shape
-            self._place(event.job, np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]]), turn)
+    def _submitted(self, submissions: list[Submission], turn: Turn) -> None:
+        for new in submissions:
+            if new.job in self.jobs:
+                raise ValueError(f"job {new.job} was submitted twice")
+            self.jobs[new.job] = Job(new.request, new.urgent, new.kept)
+            if new.plan is not None:
+                if not all(self.devices[device].alive for device in new.plan.device.tolist()):
+                    raise ValueError(f"job {new.job}: the plan names a device that is not there")
+                self._add(new.job, new.plan.tiles, new.plan.device, new.plan.fresh, turn)
+        self._plan_together([new.job for new in submissions if new.plan is None], turn)
+
+    def _plan_together(self, jobs: list[int], turn: Turn) -> None:
+        """Whole products over the whole fleet, those first that somebody waits for."""
+        jobs.sort(key=lambda job: not self.jobs[job].urgent)
+        if not jobs:
+            return
+        try:
+            if not len(self._able):
+                raise PlanError(NOBODY)
+            plans = self._planner.plan([self.jobs[job].request for job in jobs], self.profiles, self._able)
+        except PlanError as error:
+            if len(jobs) > 1:  # some of them may be possible
+                for job in jobs:
+                    self._plan_together([job], turn)
+                return
+            self._orphans.append((jobs[0], whole(self.jobs[jobs[0]].shape)))
+            turn.out.append(JobWaits(jobs[0], str(error)))
+            return
+        for job, plan in zip(jobs, plans, strict=True):
+            self._add(job, plan.tiles, plan.device, plan.fresh, turn)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished = [], []
@@ -238,10 +228,15 @@ class Dispatcher:
         self.profiles = np.concatenate([self.profiles, event.profiles])
         self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
         self._able = np.concatenate([self._able, new])
-        self._counts.clear()
+        for slabs in self._slabs.values():
+            nothing = np.zeros(len(new), np.int64)
+            slabs.low, slabs.high = np.concatenate([slabs.low, nothing]), np.concatenate([slabs.high, nothing])
         orphans, self._orphans = self._orphans, []
         for job_id, tile in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
-            self._place(job_id, tile, turn)
+            if np.array_equal(tile, whole(self.jobs[job_id].shape)):
+                self._plan_together([job_id], turn)
+            else:
+                self._place(job_id, tile, turn)
         turn.freed.update(dict.fromkeys(new.tolist()))
 
     def _left(self, devices: list[int], turn: Turn) -> None:
@@ -254,8 +249,22 @@ class Dispatcher:
             self.devices[device] = Device(record.credit_blocks, record.memory_bytes, alive=False)
             turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
-        self._counts.clear()
         self._cut(lost, turn)
+
+    def _forget(self, operands: list[int]) -> None:
+        for operand in operands:
+            slabs = self._slabs.pop(operand, None)
+            if slabs is None:
+                continue
+            for job in self.jobs.values():  # what has not been sent yet will not be kept
+                for side in (0, 1):
+                    if job.operands[side] == operand:
+                        job.kept = [bits & ~(1 << side) for bits in job.kept]
+            held = np.flatnonzero(slabs.high)
+            freed = slabs.row_bytes * (slabs.high[held] - slabs.low[held])
+            for device, size in zip(held.tolist(), freed.tolist(), strict=True):
+                if self.devices[device].alive:
+                    self.devices[device].kept_bytes -= size
 
     # ---- what they share
 
@@ -281,51 +290,46 @@ class Dispatcher:
             self._place(job_id, job.tiles[block : block + 1], turn, avoid)
 
     def _place(self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1) -> None:
-        """Plan one rectangle (of the job's output, or all of it) over the fleet."""
+        """Cut one rectangle again, over some of the least busy devices."""
         job = self.jobs[job_id]
         batch, batches, row, rows, column, columns = tile[0].tolist()
         shape = Shape(batches, rows, job.shape.inner, columns)
-        whole = shape == job.shape
-        least_bytes = block_bytes(1, 1, shape.inner, 1)
-        candidates = self._able[self.profiles["memory_bytes"][self._able] >= least_bytes]
+        candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(shape.inner)]
         if len(candidates) > 1:
             candidates = candidates[candidates != avoid]
         backlog_s = np.array([self.devices[d].backlog_s for d in candidates.tolist()])
-        if not whole and len(candidates) > RECUT_OVER:
+        if len(candidates) > RECUT_OVER:
             least_busy = np.argsort(backlog_s, kind="stable")[:RECUT_OVER]
             candidates, backlog_s = candidates[least_busy], backlog_s[least_busy]
-        try:
-            if not len(candidates):
-                why = (
-                    f"none has the {least_bytes} bytes that one cell needs" if len(self._able) else "no device is there"
-                )
-                raise PlanError(why)
-            plan = self._planner(
-                shape, self.profiles[candidates], backlog_s, self._counts.get(shape) if whole else None
-            )
-        except PlanError as error:
+        if not len(candidates):
             self._orphans.append((job_id, tile))
-            turn.out.append(JobWaits(job_id, str(error)))
+            turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
             return
-        if whole:
-            self._counts[shape] = plan.count
-        self._add(job_id, plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], turn)
+        plan = grid_plan(shape, self.profiles[candidates], backlog_s)
+        tiles = plan.tiles + np.array([batch, 0, row, 0, column, 0])
+        self._add(job_id, tiles, candidates[plan.device], plan.fresh, turn)
 
-    def _add(self, job_id: int, tiles: Integers, devices: Integers, turn: Turn) -> None:
+    def _add(self, job_id: int, tiles: Integers, devices: Integers, fresh: NDArray[np.bool_], turn: Turn) -> None:
         """New blocks of a job, each for its device: sent if there is credit, queued if not."""
         job, first = self.jobs[job_id], len(self.jobs[job_id].state)
         job.tiles = np.concatenate([job.tiles, tiles]) if first else tiles
-        profiles = self.profiles[devices]
-        cost_s = block_seconds(profiles, tiles[:, 1], tiles[:, 3], job.shape.inner, tiles[:, 5])
-        cost_s -= 2 * profiles["latency_s"]  # latency delays an answer but keeps nothing busy
-        sizes = block_bytes(tiles[:, 1], tiles[:, 3], job.shape.inner, tiles[:, 5])
-        if np.any(sizes > profiles["memory_bytes"]):
+        profiles, inner = self.profiles[devices], job.shape.inner
+        batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
+        chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
+        if not chunk.all():
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
+        new, kept = self._account(job, tiles, devices, fresh, chunk == inner)
+        down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
+        cost_s = block_seconds(profiles, batches, rows, inner, columns, down_bytes, -(-inner // chunk))
+        cost_s -= 2 * profiles["latency_s"]  # latency delays an answer but keeps nothing busy
         owners = devices.tolist()
         job.state += [PENDING] * len(tiles)
         job.device += owners
         job.cost_s += cost_s.tolist()
-        job.size_bytes += sizes.tolist()
+        job.size_bytes += block_bytes(batches, rows, inner, columns, chunk).tolist()
+        job.down_bytes += down_bytes.tolist()
+        job.chunk += chunk.tolist()
+        job.kept += kept.tolist()
         job.open += len(tiles)
         for block, device in enumerate(owners, first):
             record = self.devices[device]
@@ -337,9 +341,40 @@ class Dispatcher:
                 self._waiting[device] += 1
                 self._waiting_total += 1
 
+    def _account(
+        self, job: Job, tiles: Integers, devices: Integers, fresh: NDArray[np.bool_], whole: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.bool_], Integers]:
+        """Which slabs each block still has to bring, and which are among those that the device keeps (see Job.kept).
+        A device keeps the first slab of an operand that it gets, if half its memory has room for it."""
+        new = fresh | ~whole[:, None]  # a streamed block brings both, chunk by chunk, and leaves nothing
+        kept = np.zeros(len(tiles), np.int64)
+        for side, operand in enumerate(job.operands):
+            if operand is None or job.shape.batch > 1:
+                continue
+            slabs = self._slabs.get(operand)
+            if slabs is None:
+                nothing = np.zeros(len(self.devices), np.int64)
+                slabs = self._slabs[operand] = Slabs(nothing, nothing.copy(), BYTES * job.shape.inner)
+            low = tiles[:, 2 + 2 * side]
+            high = low + tiles[:, 3 + 2 * side]
+            held = slabs.hold(devices, low, high)
+            candidates = np.flatnonzero(whole & fresh[:, side] & (slabs.high[devices] == 0))
+            owners, first = np.unique(devices[candidates], return_index=True)
+            budget = usable_bytes(self.profiles[owners]).tolist()
+            for device, block, room in zip(owners.tolist(), candidates[first].tolist(), budget, strict=True):
+                size, record = slabs.row_bytes * int(high[block] - low[block]), self.devices[device]
+                with_it = record.kept_bytes + size
+                if with_it <= room and with_it + record.in_flight_bytes <= record.memory_bytes:
+                    record.kept_bytes = with_it
+                    slabs.low[device], slabs.high[device] = low[block], high[block]
+            new[:, side] &= ~held | ~whole
+            kept += (slabs.hold(devices, low, high) & whole) << side
+        return new, kept
+
     def _has_credit(self, record: Device, size_bytes: int) -> bool:
         return (
-            len(record.in_flight) < record.credit_blocks and record.in_flight_bytes + size_bytes <= record.memory_bytes
+            len(record.in_flight) < record.credit_blocks
+            and record.in_flight_bytes + record.kept_bytes + size_bytes <= record.memory_bytes
         )
 
     def _launch(self, device: int, record: Device, job_id: int, job: Job, block: int, turn: Turn) -> None:
@@ -378,13 +413,19 @@ class Dispatcher:
         queue = owner.urgent or owner.background
         job_id, block = queue[-1]
         job = self.jobs[job_id]
-        if job.size_bytes[block] > taker.memory_bytes:
-            return False
+        if job.kept[block]:
+            return False  # its owner has, or will have, the slab
         _, batches, _, rows, _, columns = job.tiles[block].tolist()
-        profile = self.profiles[thief : thief + 1]
-        alone_s = float(block_seconds(profile, batches, rows, job.shape.inner, columns)[0])
+        profile, inner = self.profiles[thief : thief + 1], job.shape.inner
+        chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])
+        if not chunk:
+            return False  # it cannot hold it
+        alone_s = float(block_seconds(profile, batches, rows, inner, columns, None, -(-inner // chunk))[0])
         if alone_s >= owner.backlog_s:
             return False
+        job.chunk[block] = chunk
+        job.size_bytes[block] = int(block_bytes(batches, rows, inner, columns, chunk))
+        job.down_bytes[block] = operand_bytes(batches, rows, inner, columns)
         queue.pop()
         self._waiting[victim] -= 1
         owner.backlog_s -= job.cost_s[block]
@@ -410,8 +451,13 @@ class Dispatcher:
             held = sum(self.jobs[j].size_bytes[b] for j, b in record.in_flight)
             if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
                 raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")
-            if held > record.memory_bytes:
-                raise InvariantBroken(f"device {index} holds {held} bytes, more than its {record.memory_bytes}")
+            if held + record.kept_bytes > record.memory_bytes:
+                raise InvariantBroken(f"device {index} holds more than its {record.memory_bytes} bytes: {record}")
+            kept = (
+                [s.row_bytes * int(s.high[index] - s.low[index]) for s in self._slabs.values()] if record.alive else []
+            )
+            if sum(kept) != record.kept_bytes:
+                raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
             if len(record.urgent) + len(record.background) != self._waiting[index]:
                 raise InvariantBroken(f"device {index}: {self._waiting[index]} waiting counted, {record}")
             if not record.alive and not record.idle:

@@ -1,7 +1,11 @@
 """Runs a captured graph: local operations here, products as jobs on the fleet.
 
-Dataflow, not program order: a node runs as soon as its inputs are there, so independent products are under way
-together, and nobody waits for a value before it is needed. Values are dropped after their last use.
+Dataflow, not program order: a node runs as soon as its inputs are there, and nobody waits for a value before it is
+needed. Values are dropped after their last use.
+
+Products that become ready together go out together and are planned together: m products that share the fleet end about
+sqrt(m) times sooner than one after the other, since larger rectangles have less perimeter to download. For the same
+reason products for which nobody waits (weight gradients) are held back until they can go out in one group.
 """
 
 from __future__ import annotations
@@ -9,18 +13,32 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import fx
 
 from ps.capture import Node, Program, aten
+from ps.jobs import Product
 from ps.operands import Operand
-from ps.server import Product, Server, ServerError
+
+SHELF_BYTES = 1 << 30  # operands held back, at most
+
+
+class Engine(Protocol):
+    """Whatever computes products: the server and its devices, or a model of them."""
+
+    def submit(self, *products: Product) -> None: ...
+
+    def forget(self, operands: Sequence[Operand]) -> None: ...
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
+        """Wait until products have reported to `done`: what they reported."""
+        ...
 
 
 @dataclass(slots=True)
@@ -34,11 +52,24 @@ class Spent:
 
 
 class Executor:
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.step = 0
         self.spent = Spent()
         self._rehearsing = False
+        self._weights: set[int] = set()  # storages
+        self._uses = 1
+        self._kept: dict[tuple[Any, ...], Operand] = {}
+
+    def keep(self, weights: Iterable[torch.Tensor], uses: int) -> None:
+        """These change only at `weights_changed`, and every product with them runs `uses` times before that."""
+        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._uses = uses
+
+    def weights_changed(self) -> None:
+        if self._kept:
+            self.engine.forget(list(self._kept.values()))
+            self._kept.clear()
 
     def rehearse(self, step: Callable[[], object]) -> int:
         """Run a step here, without the fleet, so that its graphs are captured before time counts; its FLOPs."""
@@ -59,16 +90,23 @@ class Executor:
         uses = [len(users) for users in program.users]
         done: SimpleQueue[int] = SimpleQueue()
         outputs: dict[int, torch.Tensor] = {}  # products under way
-        ready = [i for i, count in enumerate(missing) if count == 0 and i not in values]  # sorted, hence a heap
+        waiting: list[Product] = []  # to go out together
+        shelf: list[Product] = []  # nobody waits for these
+        urgent = sum(node.product is not None and node.urgent for node in program.nodes)  # and not finished
+        under_way = 0
+        # what takes long here comes last
+        ready = [(node.heavy, i) for i, node in enumerate(program.nodes) if not missing[i] and i not in values]
+        heapq.heapify(ready)
         unfinished = len(program.nodes)
 
         def finish(index: int) -> None:
-            nonlocal unfinished
+            nonlocal unfinished, urgent
             unfinished -= 1
+            urgent -= program.nodes[index].product is not None and program.nodes[index].urgent
             for user in program.users[index]:
                 missing[user] -= 1
                 if missing[user] == 0:
-                    heapq.heappush(ready, user)
+                    heapq.heappush(ready, (program.nodes[user].heavy, user))
             for needed in program.nodes[index].inputs:
                 uses[needed] -= 1
                 if uses[needed] == 0 and needed != program.output:
@@ -77,31 +115,42 @@ class Executor:
         for index in program.placeholders:
             finish(index)
         while unfinished:
-            if ready:
-                index = heapq.heappop(ready)
-                node = program.nodes[index]
-                arguments, keywords = _arguments(program, node.fx_node, values)
-                if (
-                    node.product is not None
-                    and (out := self._submit(program, node, index, arguments, done)) is not None
-                ):
-                    outputs[index] = out
-                    continue
-                values[index] = _evaluate(program, node.fx_node, arguments, keywords)
-            else:
-                index = self._wait(done)
-                node = program.nodes[index]
-                arguments, keywords = _arguments(program, node.fx_node, values)
-                values[index] = _epilogue(node.fx_node.target, outputs.pop(index), arguments, keywords)
+            if not ready or ready[0][0]:
+                fleet_idles = bool(ready) and not (waiting or under_way)
+                if not urgent or fleet_idles or sum(product.operand_bytes for product in shelf) > SHELF_BYTES:
+                    waiting += shelf
+                    shelf.clear()
+                if waiting:
+                    self.engine.submit(*waiting)
+                    under_way += len(waiting)
+                    waiting.clear()
+            if not ready:
+                finished = self._collect(done)
+                under_way -= len(finished)
+                for index in finished:
+                    node = program.nodes[index]
+                    arguments, keywords = _arguments(program, node.fx_node, values)
+                    values[index] = _epilogue(node.fx_node.target, outputs.pop(index), arguments, keywords)
+                    finish(index)
+                continue
+            _, index = heapq.heappop(ready)
+            node = program.nodes[index]
+            arguments, keywords = _arguments(program, node.fx_node, values)
+            if node.product is not None and (made := self._product(program, node, index, arguments, done)) is not None:
+                outputs[index], product = made
+                (waiting if product.urgent else shelf).append(product)
+                continue
+            values[index] = _evaluate(program, node.fx_node, arguments, keywords)
             finish(index)
         self.spent.local_s += time.perf_counter() - begun - (self.spent.waiting_s - waited)
         result: Sequence[Any] = values[program.output]
         return result
 
-    def _submit(
+    def _product(
         self, program: Program, node: Node, index: int, arguments: Sequence[Any], done: SimpleQueue[int]
-    ) -> torch.Tensor | None:
-        """Hand the product out; the tensor that will hold it. None: to be computed here, being empty or a rehearsal."""
+    ) -> tuple[torch.Tensor, Product] | None:
+        """What is to be sent out, and the tensor that will hold it. None: to be computed here, being empty or a
+        rehearsal."""
         assert node.product is not None
         left, right = arguments[node.product[0]], arguments[node.product[1]]
         if left.dtype != torch.float32 or left.device.type != "cpu":
@@ -114,8 +163,8 @@ class Executor:
             return None
         out = torch.empty(shape)
         product = Product(
-            left=Operand(_as_batch(left)),
-            right=Operand(_as_batch(right.transpose(-1, -2))),
+            left=self._operand(left),
+            right=self._operand(right.transpose(-1, -2)),
             out=_as_batch(out),
             done=lambda: done.put(index),
             name=f"{program.name}/{node.fx_node.name}",
@@ -124,21 +173,22 @@ class Executor:
         )
         self.spent.products += 1
         self.spent.flops += product.shape.flops
-        self._server.submit(product)
-        return out
+        return out, product
 
-    def _wait(self, done: SimpleQueue[int]) -> int:
+    def _operand(self, tensor: torch.Tensor) -> Operand:
+        """A weight is the same operand until it changes, so that devices may keep it."""
+        if self._uses == 1 or tensor.untyped_storage().data_ptr() not in self._weights:
+            return Operand(_as_batch(tensor))
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in self._kept:
+            self._kept[key] = Operand(_as_batch(tensor), self._uses)
+        return self._kept[key]
+
+    def _collect(self, done: SimpleQueue[int]) -> list[int]:
         begun = time.perf_counter()
-        while True:
-            try:
-                index = done.get(timeout=0.5)  # comes up now and then, so that Ctrl-C is heard
-            except Empty:
-                index = None
-            if self._server.error is not None:
-                raise ServerError(f"the server has stopped: {self._server.error!r}")
-            if index is not None:
-                self.spent.waiting_s += time.perf_counter() - begun
-                return index
+        finished = self.engine.collect(done)
+        self.spent.waiting_s += time.perf_counter() - begun
+        return finished
 
 
 def _as_batch(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:

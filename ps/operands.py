@@ -2,11 +2,13 @@
 
 A piece is a range of an operand's rows (or of its batch). A connection gets a cell of an operand once, however many of
 its devices need it, unless a later block reaches across the pieces that it holds: its range is then sent whole.
+A block too large for its device's memory is sent in chunks along the inner dimension, each packed when it is sent.
 Pure: sockets are the server's business.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -24,11 +26,16 @@ MESSAGE_BYTES = 8 << 20  # operands of a message, about: small enough that a dev
 MESSAGE_PIECES = 250  # below wire.MAX_FRAMES
 
 
+_ids = itertools.count()
+
+
 class Operand:
     """One factor of a product, seen as [batch, outer, inner]; `outer` is rows of the left or columns of the right."""
 
-    def __init__(self, array: Array) -> None:
-        self.array = array
+    def __init__(self, array: Array, uses: int = 1) -> None:
+        """`uses`: products that will have it as a factor before it changes; more than one makes it worth keeping."""
+        self.array, self.uses = array, uses
+        self.id = next(_ids)  # of this operand in this version
         item = array.itemsize
         self.layout = INNER_MAJOR if array.strides[1] == item and array.strides[2] != item else OUTER_MAJOR
         self._packed: dict[Range, Array] = {}
@@ -36,19 +43,25 @@ class Operand:
     def piece(self, key: Range) -> Array:
         """[batch0:batch1, outer0:outer1] as contiguous memory: the operand's own where it can be, else packed once."""
         if (packed := self._packed.get(key)) is None:
-            view = self.array[key[0] : key[1], key[2] : key[3]]
-            if self.layout == INNER_MAJOR:
-                view = view.transpose(0, 2, 1)
-            packed = self._packed[key] = np.ascontiguousarray(view)
+            packed = self._packed[key] = self.chunk(key, 0, self.array.shape[2])
         return packed
+
+    def chunk(self, key: Range, start: int, end: int) -> Array:
+        """[batch0:batch1, outer0:outer1, start:end] as contiguous memory, not remembered."""
+        view = self.array[key[0] : key[1], key[2] : key[3], start:end]
+        return np.ascontiguousarray(view.transpose(0, 2, 1) if self.layout == INNER_MAJOR else view)
 
 
 @dataclass(slots=True)
 class Held:
-    """The pieces of one job that one connection has: ids and ranges [p, 4], for the left and the right operand."""
+    """The pieces of one operand that one connection has."""
 
-    ids: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    ranges: tuple[list[Range], list[Range]] = field(default_factory=lambda: ([], []))
+    ids: list[int] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
+
+    def drop(self, piece: int) -> None:
+        index = self.ids.index(piece)
+        del self.ids[index], self.ranges[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,8 @@ def parcels(
     tiles: Integers,
     blocks: Integers,
     devices: Integers,
-    held: Held,
+    down_bytes: Integers,
+    held: tuple[Held, Held],
     piece_ids: Iterator[int],
 ) -> Iterator[Parcel]:
     """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made."""
@@ -82,28 +96,55 @@ def parcels(
             np.column_stack([batch, batch + batches, row, row + rows]),
             np.column_stack([batch, batch + batches, column, column + columns]),
         )
-        fresh = [merged(w[locate(w, held.ranges[side]) < 0]) for side, w in enumerate(wanted)]
+        fresh = [merged(w[locate(w, held[side].ranges) < 0]) for side, w in enumerate(wanted)]
         if len(fresh[0]) + len(fresh[1]) > MESSAGE_PIECES and len(part) > 1:
             todo += [part[len(part) // 2 :], part[: len(part) // 2]]
             continue
         table = np.empty(len(part), BLOCK)
         table["device"], table["job"], table["block"] = devices[part], job, blocks[part]
         table["batch"], table["rows"], table["columns"] = batches, rows, columns
-        pieces: list[tuple[int, int, int, int, int, int]] = []
+        table["chunk"], table["chunks"], table["down_bytes"] = 0, 1, down_bytes[part]
+        pieces: list[tuple[int, int, int, int, int]] = []
         data: list[Array] = []
         for side, name in enumerate(("left", "right")):
             for key in fresh[side]:
                 piece = next(piece_ids)
-                pieces.append((piece, operands[side].layout, job, key[1] - key[0], key[3] - key[2], inner))
+                pieces.append((piece, operands[side].layout, key[1] - key[0], key[3] - key[2], inner))
                 data.append(operands[side].piece(key))
-                held.ids[side].append(piece)
-                held.ranges[side].append(key)
-            source = locate(wanted[side], held.ranges[side])
-            start = np.array(held.ranges[side])[source]
-            table[name] = np.array(held.ids[side])[source]
+                held[side].ids.append(piece)
+                held[side].ranges.append(key)
+            source = locate(wanted[side], held[side].ranges)
+            start = np.array(held[side].ranges)[source]
+            table[name] = np.array(held[side].ids)[source]
             table[f"{name}_batch"] = wanted[side][:, 0] - start[:, 0]
             table[f"{name}_outer"] = wanted[side][:, 2] - start[:, 2]
         yield Parcel(np.array(pieces, dtype=PIECE), table, data)
+
+
+def streamed(
+    job: int,
+    operands: tuple[Operand, Operand],
+    tile: Integers,
+    block: int,
+    device: int,
+    length: int,
+    piece_ids: Iterator[int],
+) -> Iterator[Parcel]:
+    """Messages that bring one block to its device, `length` inner values at a time."""
+    batch, batches, row, rows, column, columns = tile.tolist()
+    inner = operands[0].array.shape[2]
+    ranges = ((batch, batch + batches, row, row + rows), (batch, batch + batches, column, column + columns))
+    for chunk, start in enumerate(range(0, inner, length)):
+        end = min(start + length, inner)
+        data = [operand.chunk(key, start, end) for operand, key in zip(operands, ranges, strict=True)]
+        left, right = next(piece_ids), next(piece_ids)
+        pieces = [
+            (left, operands[0].layout, batches, rows, end - start),
+            (right, operands[1].layout, batches, columns, end - start),
+        ]
+        size = sum(d.nbytes for d in data)
+        line = (device, job, block, left, right, 0, 0, 0, 0, batches, rows, columns, chunk, -(-inner // length), size)
+        yield Parcel(np.array(pieces, PIECE), np.array([line], BLOCK), data)
 
 
 def locate(wanted: Integers, ranges: list[Range]) -> Integers:

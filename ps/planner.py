@@ -1,165 +1,209 @@
-"""Product + fleet -> plan: rectangles that tile the output exactly, each with its device.
+"""Products + fleet -> plans: rectangles that tile each output exactly, each with its device.
 
-A weighted grid. How many cells a device gets follows from the cost model: all devices that take part should end at the
-same moment T, so T is found by bisection. Devices sorted by size fill columns from top to bottom; a column is as wide
-as its devices' share of the output, and within it each device's height is its share of the column. Cuts are rounded
-cumulatively, so the rectangles tile whatever the shares. A pure function: same input, same plan.
+Products that are ready at the same moment share the fleet: each gets a team, and all end together, which is better than
+one after another, because a larger rectangle has more cells for what must be downloaded. Each team packs its product
+(ps/packing.py) under the law of the running system (ps/pipeline.py).
+
+A plan is kept while the fleet stays the same, adapted (ps/adapt.py) while it changes a little, and otherwise made anew.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.cost import Squares, block_bytes, block_seconds
-from ps.packing import halved
+from ps.adapt import adapted, welcomed
+from ps.cost import Integers, Numbers
+from ps.grid import SLACK, able_devices, grid_plan
+from ps.law import Areas, Law, least_span
+from ps.packing import packed
+from ps.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_laws
+from ps.plans import Plan, PlanError, Request, Shape
 
-Integers = NDArray[np.int64]
+__all__ = ["Integers", "Plan", "PlanError", "Planner", "Request", "Shape", "adapted"]
 
-# Using every device for a small product costs bytes and messages and saves nothing: among fleets that end within this
-# factor of the best, the smallest is taken.
-SLACK = 1.10
+PACKING_LOSS = 0.02  # of the cells: what the fluid bound promises and rectangles do not keep
+CHANGED = 0.05  # of the fleet: with more devices lost or joined, plans are made anew
+MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
+MOST_CACHED = 512
+SETTLED = 32  # uses of plans with newcomers in makeshift places, before they are made anew
+TEAM_PRECISION = 1e-3  # of T; whole devices are dealt, which is coarser
 
 
-class PlanError(ValueError):
-    """No device can take part; the text says why."""
+@dataclass(slots=True)
+class _Cached:
+    solved_for: Integers  # able devices
+    able: Integers  # those that the plans, adapted since, are valid for
+    plans: list[Plan]
+    uses: int = 0  # since somebody who has joined got a makeshift place in them
+
+
+class Planner:
+    """Remembers its plans; what it answers depends only on its questions."""
+
+    def __init__(self, kind: Literal["packed", "grid"] = "packed") -> None:
+        if kind not in ("packed", "grid"):
+            raise ValueError(f'the kind of planner is {kind!r}; it must be "packed" or "grid"')
+        self.kind = kind
+        self._cache: OrderedDict[tuple[Request, ...], _Cached] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
+
+    def plan(self, requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted. The requests are ready at the
+        same moment and are planned together."""
+        key = tuple(requests)
+        kept = self._cache.get(key)
+        if kept is not None:
+            self._cache.move_to_end(key)
+            if self._still_valid(kept, able):
+                return kept.plans
+            if self._adapt(kept, key, profiles, able):
+                return kept.plans
+        plans = solved(key, profiles, able) if self.kind == "packed" else gridded(key, profiles, able)
+        own = _unchanging(able)
+        self._cache[key] = _Cached(own, own, plans)
+        self._cache.move_to_end(key)
+        if len(self._cache) > MOST_CACHED:
+            self._cache.popitem(last=False)
+        return plans
+
+    def _adapt(self, kept: _Cached, requests: tuple[Request, ...], profiles: NDArray[np.void], able: Integers) -> bool:
+        """Make do with the plans there are, if the fleet has hardly changed."""
+        changed = len(np.setxor1d(kept.solved_for, able, assume_unique=True))
+        if kept.uses > SETTLED or not len(able) or changed > max(1.0, CHANGED * len(kept.solved_for)):
+            return False
+        lost = np.setdiff1d(kept.able, able, assume_unique=True)
+        if any(np.count_nonzero(np.isin(plan.device, lost)) > MOST_LOST for plan in kept.plans):
+            return False
+        joined = np.setdiff1d(able, kept.able, assume_unique=True)
+        try:
+            plans = [
+                adapted(plan, request, lost, profiles, able) for plan, request in zip(kept.plans, requests, strict=True)
+            ]
+        except PlanError:  # nobody who is left has the memory for some rectangle
+            return False
+        if self.kind == "packed" and len(joined):
+            later = int(np.argmax([plan.makespan_s for plan in plans]))  # those that end last need help most
+            plans[later] = welcomed(plans[later], requests[later].shape, joined, profiles)
+            kept.uses += 1
+        kept.plans = plans
+        kept.able = _unchanging(able)
+        return True
+
+    def _still_valid(self, kept: _Cached, able: Integers) -> bool:
+        if kept.able is not able and not np.array_equal(kept.able, able):
+            return False
+        kept.uses += kept.uses > 0
+        return kept.uses <= SETTLED
+
+
+def _unchanging(able: Integers) -> Integers:
+    """The caller may change its array later; what was planned for may not change with it."""
+    return able.copy() if able.flags.writeable else able
+
+
+def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    """Each product on its own, over all devices."""
+    idle = np.zeros(len(able))
+    plans = [grid_plan(request.shape, profiles[able], idle) for request in requests]
+    return [Plan(plan.tiles, able[plan.device], plan.fresh, plan.makespan_s) for plan in plans]
+
+
+def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    """Plans of products that are ready at the same moment: by teams, or in turn if that is modelled to end sooner."""
+    mine = profiles[able]
+    fluids = [_Fluid.of(request, mine) for request in requests]
+    if 1 < len(requests) <= len(able):
+        teams = _teams(fluids, len(able))
+        if teams and all(len(team) for team in teams):
+            alone = [_Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
+            if max(fluid.span_s for fluid in alone) <= SLACK * sum(fluid.span_s for fluid in fluids):
+                return [fluid.plan(profiles, able, few=False) for fluid in alone]
+    return [fluid.plan(profiles, able, few=True) for fluid in fluids]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """C[batch, rows, columns] = A[batch, rows, inner] B[batch, inner, columns]"""
+class _Fluid:
+    """A product on a group of devices, before it is cut: who can do how much of it in which time."""
 
-    batch: int
-    rows: int
-    inner: int
-    columns: int
+    request: Request
+    index: Integers  # of the devices with enough memory
+    cuts: Cuts
+    laws: tuple[Law, Law]
+    areas: Areas
+    span_s: float  # no plan ends before this
 
-    @property
-    def cells(self) -> int:
-        return self.batch * self.rows * self.columns
+    @classmethod
+    def of(cls, request: Request, profiles: NDArray[np.void], names: Integers | None = None) -> _Fluid:
+        """`names`: what to call the devices, instead of 0, 1, ..."""
+        shape = request.shape
+        index = able_devices(shape, profiles)
+        profiles = profiles[index]
+        cuts = Cuts.none(len(index))
+        laws = running_laws(profiles, request, cuts)
+        areas = Areas(laws[0], shape.rows, shape.columns)
+        span_s = areas.span_s(float(shape.cells))
+        wanted = cuts_within(profiles, request, areas, SLACK * span_s)  # now it is known how large the rectangles are
+        if max(wanted.strips.max(), wanted.chunks.max()) > 1:
+            cuts = wanted
+            laws = running_laws(profiles, request, cuts)
+            areas = Areas(laws[0], shape.rows, shape.columns)
+            span_s = areas.span_s(float(shape.cells))
+        return cls(request, index if names is None else names[index], cuts, laws, areas, span_s)
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.cells * self.inner
+    def within(self, span_s: float) -> Numbers:
+        return np.minimum(self.areas.within(span_s), float(self.request.shape.cells))
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    tiles: Integers  # [k, 6]: batch, batches, row, rows, column, columns
-    device: Integers  # [k]: index into the profiles given to the planner
-    makespan_s: float  # modelled
-    count: int  # devices chosen; a later plan of the same shape and fleet may start from it
-
-
-def plan(shape: Shape, profiles: NDArray[np.void], backlog_s: NDArray[np.float64], count: int | None = None) -> Plan:
-    """`backlog_s`: modelled seconds of work each device already has. `count`: how many devices, if that is known."""
-    if min(shape.batch, shape.rows, shape.inner, shape.columns) < 1:
-        raise PlanError(f"a product of size zero cannot be planned: {shape}")
-    able = np.flatnonzero(profiles["memory_bytes"] >= block_bytes(1, 1, shape.inner, 1))
-    if not able.size:
-        need = block_bytes(1, 1, shape.inner, 1)
-        raise PlanError(f"none of {len(profiles)} devices has the {need} bytes that one cell of {shape} needs")
-    chosen, cells = _shares(shape, profiles[able], backlog_s[able], count)
-    chosen = able[chosen]
-    if shape.batch == 1:
-        tiles, owner = _grid(shape.rows, shape.columns, cells)
-        tiles = np.column_stack([np.zeros(len(tiles), np.int64), np.ones(len(tiles), np.int64), tiles])
-    elif len(chosen) <= shape.batch:
-        tiles, owner = _batch_ranges(shape, cells)
-    else:
-        tiles, owner = _grid_each(shape, cells)
-    memory_bytes = profiles["memory_bytes"][chosen]
-    tiles, owner = halved(
-        tiles, owner, lambda t, o: block_bytes(t[:, 1], t[:, 3], shape.inner, t[:, 5]) > memory_bytes[o]
-    )
-    device = chosen[owner]
-    times = block_seconds(profiles[device], tiles[:, 1], tiles[:, 3], shape.inner, tiles[:, 5])
-    finish = np.bincount(owner, weights=times, minlength=len(chosen)) + backlog_s[chosen]
-    return Plan(tiles, device, float(finish.max()), len(chosen))
+    def plan(self, profiles: NDArray[np.void], able: Integers, few: bool) -> Plan:
+        """`few`: as few devices as end within SLACK of the best."""
+        shape, chosen = self.request.shape, np.arange(len(self.index))
+        if few:
+            cells = self.within(SLACK * self.span_s)
+            ranking = np.argsort(-cells, kind="stable")
+            enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * (1 + PACKING_LOSS))) + 1
+            chosen = np.sort(ranking[:enough])
+        laws = self.laws[0].take(chosen), self.laws[1].take(chosen)
+        tiling = packed(laws, shape.batch, shape.rows, shape.columns)
+        strips = self.cuts.strips[chosen[tiling.owner]]
+        device = able[self.index[chosen[tiling.owner]]]
+        return made_plan(*cut_tiles(tiling.tiles, device, strips, tiling.turned, shape, profiles), shape, profiles)
 
 
-def _shares(
-    shape: Shape, profiles: NDArray[np.void], backlog_s: NDArray[np.float64], count: int | None
-) -> tuple[Integers, NDArray[np.float64]]:
-    """Who takes part, and how many cells each, largest first."""
-    best_s, cells = _level(shape, profiles, backlog_s)
-    order = np.argsort(-cells, kind="stable")
-    useful = min(int(np.count_nonzero(cells >= 1.0)), shape.cells)
-    if count is not None:
-        useful = min(count, useful)
-    order = order[: max(1, useful)]
-    _, mine = _level(shape, profiles[order], backlog_s[order])
-    while count is None and len(order) > 1:
-        fewer = order[: max(1, len(order) * 3 // 4)]
-        span_s, cells = _level(shape, profiles[fewer], backlog_s[fewer])
-        if span_s > best_s * SLACK:
+def _teams(fluids: list[_Fluid], count: int) -> list[Integers]:
+    """Deal the devices, largest first, always to the product of which the largest share is missing, until all would
+    end together within SLACK of the best. No teams, if one product after another ends sooner."""
+    needed = np.array([float(fluid.request.shape.cells) for fluid in fluids])
+
+    def cells(span_s: float) -> Numbers:
+        table = np.zeros((len(fluids), count))
+        for row, fluid in zip(table, fluids, strict=True):
+            row[fluid.index] = fluid.within(span_s)
+        return table
+
+    def enough(span_s: float) -> bool:
+        total = cells(span_s).sum(axis=1)
+        return bool((total > 0).all()) and float((needed / np.maximum(total, 1e-300)).sum()) <= 1
+
+    if not enough(sum(fluid.span_s for fluid in fluids)):
+        return []
+    span_s = least_span(enough, 0.0, max(fluid.span_s for fluid in fluids), TEAM_PRECISION)
+    shares = cells(SLACK * span_s) / (needed * (1 + PACKING_LOSS))[:, None]
+    order = np.argsort(-shares.max(axis=0), kind="stable")
+    missing = [1.0] * len(fluids)
+    teams: list[list[int]] = [[] for _ in fluids]
+    for device, offers in zip(order.tolist(), shares.T[order].tolist(), strict=True):
+        open_ = [j for j, offer in enumerate(offers) if offer > 0 and missing[j] > 0]
+        if open_:
+            product = max(open_, key=missing.__getitem__)
+            teams[product].append(device)
+            missing[product] -= offers[product]
+        elif max(missing) <= 0:
             break
-        order, mine = fewer, cells
-    ranking = np.argsort(-mine, kind="stable")
-    return order[ranking], np.maximum(mine[ranking], 1.0)
-
-
-def _level(
-    shape: Shape, profiles: NDArray[np.void], backlog_s: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
-    """The moment T at which these devices, all ending together, have covered the output; and the cells of each."""
-    squares = Squares(profiles, shape.inner, backlog_s)
-    low, high = 0.0, 1e-3
-    while (cells := squares.cells(high)).sum() < shape.cells:
-        low, high = high, high * 2
-    while high - low > 0.01 * high:
-        middle = (low + high) / 2
-        got = squares.cells(middle)
-        if got.sum() >= shape.cells:
-            high, cells = middle, got
-        else:
-            low = middle
-    return high, cells
-
-
-def _cuts(weights: NDArray[np.float64], length: int) -> Integers:
-    """Boundaries that divide `length` in proportion to the weights, rounded without losing or doubling a cell."""
-    cumulative = np.cumsum(weights)
-    return np.concatenate([[0], np.rint(cumulative * (length / cumulative[-1])).astype(np.int64)])
-
-
-def _grid(rows: int, columns: int, cells: NDArray[np.float64]) -> tuple[Integers, Integers]:
-    """Tiles [k, 4] of row, rows, column, columns, and the index of each tile's owner."""
-    count = int(np.clip(round(columns / np.sqrt(rows * columns / len(cells))), 1, min(len(cells), columns)))
-    cumulative = np.cumsum(cells)
-    column_of = np.minimum((cumulative - cells / 2) * (count / cumulative[-1]), count - 1).astype(np.int64)
-    members, starts = np.unique(column_of, return_index=True)
-    ends = np.append(starts[1:], len(cells))
-    widths = _cuts(np.add.reduceat(cells, starts), columns)
-    tiles, owners = [], []
-    for index in range(len(members)):
-        heights = _cuts(cells[starts[index] : ends[index]], rows)
-        left, width = widths[index], widths[index + 1] - widths[index]
-        height = np.diff(heights)
-        tiles.append(np.column_stack([heights[:-1], height, np.full(len(height), left), np.full(len(height), width)]))
-        owners.append(np.arange(starts[index], ends[index]))
-    table, owner = np.concatenate(tiles), np.concatenate(owners)
-    kept = (table[:, 1] > 0) & (table[:, 3] > 0)
-    return table[kept], owner[kept]
-
-
-def _batch_ranges(shape: Shape, cells: NDArray[np.float64]) -> tuple[Integers, Integers]:
-    """Fewer devices than products: each device takes whole products."""
-    cuts = _cuts(cells, shape.batch)
-    count = np.diff(cuts)
-    owner = np.flatnonzero(count)
-    full = np.broadcast_to([0, shape.rows, 0, shape.columns], (len(owner), 4))
-    return np.column_stack([cuts[:-1][owner], count[owner], full]), owner
-
-
-def _grid_each(shape: Shape, cells: NDArray[np.float64]) -> tuple[Integers, Integers]:
-    """More devices than products: deal the devices out, largest first, so that the products' teams resemble each other,
-    and cut every product like the average team's."""
-    team = len(cells) // shape.batch
-    dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, product]
-    grid, place = _grid(shape.rows, shape.columns, cells[dealt].mean(axis=1))
-    entry = np.repeat(np.arange(shape.batch), len(grid))
-    tiles = np.column_stack([entry, np.ones(len(entry), np.int64), np.tile(grid, (shape.batch, 1))])
-    return tiles, dealt[np.tile(place, shape.batch), entry]
+    return [np.sort(np.array(team, np.int64)) for team in teams]

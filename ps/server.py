@@ -9,16 +9,14 @@ Assumes that an operand is not changed between `submit` and `done`: what is on i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import resource
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import zmq
@@ -31,7 +29,6 @@ from agent.wire import (
     DONE,
     MAX_FRAME_BYTES,
     PIECE,
-    Frame,
     Goodbye,
     Heartbeat,
     Join,
@@ -44,33 +41,36 @@ from agent.wire import (
     WireError,
     Work,
     decode,
-    encode,
-    send_frames,
 )
-from ps.dispatcher import (
+from ps.dispatcher import Dispatcher
+from ps.events import (
     AcceptBlocks,
     BlocksFailed,
     BlocksReturned,
     DevicesJoined,
     DevicesLeft,
-    Dispatcher,
     Event,
     Instruction,
-    Job,
     JobFinished,
-    JobSubmitted,
+    JobsSubmitted,
     JobWaits,
+    OperandsForgotten,
     SendBlocks,
+    Submission,
     SuspendDevice,
 )
-from ps.operands import Held, Operand, Parcel, parcels
-from ps.planner import Plan, Shape, plan
+from ps.jobs import Live, Product, Totals
+from ps.operands import Operand
+from ps.peers import Peer, printable, raise_file_limit
+from ps.planner import Planner
 from ps.records import Records
+from ps.shipping import Shipping
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
+MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
 
 
 class ServerError(Failure):
@@ -81,78 +81,14 @@ class AddressError(UserError):
     """The server cannot listen where it was asked to."""
 
 
-@dataclass(slots=True)
-class Product:
-    """A job as its submitter sees it. `done` is called in the server's thread when `out` is complete."""
-
-    left: Operand
-    right: Operand
-    out: NDArray[np.float32]
-    done: Callable[[], None]
-    name: str = "product"
-    step: int = 0
-    urgent: bool = True
-    plan: Plan | None = None
-    shape: Shape = field(init=False)
-
-    def __post_init__(self) -> None:
-        batch, rows, inner = self.left.array.shape
-        self.shape = Shape(batch, rows, inner, self.right.array.shape[1])
-
-
-@dataclass(slots=True)
-class Live:
-    """A job under way."""
-
-    product: Product
-    job: Job  # the dispatcher's record of it
-    sent_ns: NDArray[np.uint64]
-    holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
-    tiles: list[list[int]] = field(
-        default_factory=list
-    )  # the job's tiles as plain numbers, which are faster one by one
-
-    def tile(self, block: int) -> list[int]:
-        if len(self.tiles) < len(self.job.tiles):  # it has been cut again since
-            self.tiles = self.job.tiles.tolist()
-        if block >= len(self.tiles):
-            raise WireError(f"an answer names block {block} of a job that has {len(self.tiles)}")
-        return self.tiles[block]
-
-
-@dataclass(slots=True)
-class Peer:
-    """A connection: a phone, or a pod with many devices."""
-
-    identity: bytes
-    first: int
-    count: int
-    heard_s: float
-    about: dict[str, str]
-    held: dict[int, Held] = field(default_factory=dict)
-    piece_ids: Iterator[int] = field(default_factory=itertools.count)
-    released: list[int] = field(default_factory=list)
-    outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ would not take yet; bounded by credit
-
-    def take_released(self) -> NDArray[np.uint64]:
-        jobs, self.released = np.array(self.released, np.uint64), []
-        return jobs
-
-
-@dataclass(slots=True)
-class Totals:
-    blocks: int = 0
-    flops: int = 0
-    operand_bytes: int = 0  # what devices downloaded, each slab charged to every device that needs it
-    result_bytes: int = 0
-    sent_bytes: int = 0  # what really went through the sockets: a slab once a connection
-    lost_devices: int = 0
-    dropped_messages: int = 0
-
-
 class Server:
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, run: str = "run", heartbeat_s: float = HEARTBEAT_S
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        run: str = "run",
+        heartbeat_s: float = HEARTBEAT_S,
+        planner: Planner | None = None,
     ) -> None:
         self.totals = Totals()
         self.records = Records()
@@ -160,11 +96,11 @@ class Server:
         self.notice: Callable[[str], None] = log.warning
         self.error: BaseException | None = None
         self._run, self._heartbeat_s = run, heartbeat_s
-        self._dispatcher = Dispatcher(plan)
+        self._dispatcher = Dispatcher(planner or Planner())
         self._jobs: dict[int, Live] = {}
         self._peers: dict[bytes, Peer] = {}
         self._peer_of: list[Peer] = []  # by device id
-        self._submitted: deque[Product] = deque()
+        self._submitted: deque[Callable[[], None]] = deque()  # what other threads ask this one to do
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
         self._alive = 0
@@ -183,6 +119,7 @@ class Server:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.RCVHWM, 0),  # bounded by credit
+            (zmq.SNDHWM, MESSAGES_AHEAD),
             (zmq.BACKLOG, 8192),
             (zmq.LINGER, 1000),
         ):
@@ -200,6 +137,7 @@ class Server:
                     else "The host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
                 )
             ) from None
+        self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
@@ -219,11 +157,41 @@ class Server:
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
-    def submit(self, product: Product) -> None:
+    def submit(self, *products: Product) -> None:
+        """Products that are ready at the same moment; they are planned together."""
+        self._ask(lambda: self._begin(products))
+
+    def forget(self, operands: Sequence[Operand]) -> None:
+        """They are about to change: no slab of them is kept any longer."""
+        self._ask(lambda: self._forget_operands([operand.id for operand in operands]))
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
+        """Wait until products have reported to `done`: what they reported."""
+        finished: list[int] = []
+        while not finished:
+            with contextlib.suppress(Empty):
+                finished.append(done.get(timeout=0.5))  # comes up now and then, so that Ctrl-C is heard
+                while True:
+                    finished.append(done.get_nowait())
+            if self.error is not None:
+                raise ServerError(f"the server has stopped: {self.error!r}")
+        return finished
+
+    def _ask(self, something: Callable[[], None]) -> None:
         if self.error is not None:
             raise ServerError(f"the server has stopped: {self.error}")
-        self._submitted.append(product)
+        self._submitted.append(something)
         self._wake()
+
+    @property
+    def absent(self) -> list[int]:
+        """Devices that have left again."""
+        return [device for device, record in enumerate(self._dispatcher.devices) if not record.alive]
+
+    @property
+    def profiles(self) -> NDArray[np.void]:
+        """Of every device that ever joined, by id."""
+        return self._dispatcher.profiles
 
     @property
     def devices(self) -> int:
@@ -262,22 +230,23 @@ class Server:
         poller.register(self._wake_read, zmq.POLLIN)
         next_beat = time.monotonic()
         while not self._stopping:
-            stuck = any(peer.outbox for peer in self._peers.values())
+            stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
             timeout_s = 0.001 if stuck else max(0.001, next_beat - time.monotonic())
             ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(4096)
             heard_all = self._read()
             if self._submitted:
-                self._begin(self._submitted.popleft())  # one a turn: answers do not wait for all of them
+                self._submitted.popleft()()  # one a turn: answers do not wait for all of them
             if stuck:
                 for peer in list(self._peers.values()):
-                    self._drain(peer)
+                    if not self._shipping.drain(peer):
+                        self._lose(peer, "its connection is gone")
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
         for peer in list(self._peers.values()):
-            self._send(peer, Goodbye(self._goodbye))
+            self._shipping.send(peer, Goodbye(self._goodbye))
 
     def _read(self) -> bool:
         """Take what has arrived; True if nothing is left."""
@@ -300,10 +269,12 @@ class Server:
             if heard_all and now - peer.heard_s > SILENT_AFTER * self._heartbeat_s:
                 self._lose(peer, "silent")
                 continue
+            if peer.outbox:
+                continue  # it will hear from us as soon as it reads
             message: Message = Heartbeat()
-            if peer.released:
+            if peer.owes_release:
                 message = Work(time.monotonic_ns(), peer.take_released(), np.empty(0, PIECE), np.empty(0, BLOCK), [])
-            if not self._send(peer, message):
+            if not self._shipping.send(peer, message):
                 self._lose(peer, "its connection is gone")
 
     def _receive(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
@@ -323,7 +294,7 @@ class Server:
                     self._take_answers()  # what it returned before it left counts
                     self._leave(peer, message)
                 case _ if peer is None:
-                    self._reply(identity, Refused("this server does not know you: join first", final=False))
+                    self._shipping.reply(identity, Refused("this server does not know you: join first", final=False))
                 case _:
                     raise WireError(f"a device may not send {type(message).__name__} here")
         except WireError as error:
@@ -335,7 +306,7 @@ class Server:
             self._complained.add(identity)
             self.notice(f"dropped a message that makes no sense: {error}")
         final = isinstance(error, VersionMismatch)
-        self._reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
+        self._shipping.reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
         if (peer := self._peers.get(identity)) is not None:
             self._lose(peer, "it sent what makes no sense")  # it may join again, its blocks do not wait for it
 
@@ -345,7 +316,7 @@ class Server:
         self._peers[identity] = peer
         self._peer_of += [peer] * peer.count
         self.labels += [printable(label) for label in message.labels]
-        self._send(peer, Welcome(self._heartbeat_s, self._run))
+        self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = False
         self._handle(DevicesJoined(first, message.profiles))
         with self._joined:
@@ -375,12 +346,21 @@ class Server:
             self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
 
-    def _begin(self, product: Product) -> None:
-        job = self._next_job
-        self._next_job += 1
-        instructions = self._dispatcher.handle(JobSubmitted(job, product.shape, product.urgent, product.plan))
-        self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
+    def _begin(self, products: Sequence[Product]) -> None:
+        numbered = dict(enumerate(products, self._next_job))
+        self._next_job += len(products)
+        instructions = self._dispatcher.handle(
+            JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
+        )
+        for job, product in numbered.items():
+            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
         self._carry_out(instructions)
+
+    def _forget_operands(self, operands: list[int]) -> None:
+        self._handle(OperandsForgotten(operands))
+        for peer in self._peers.values():
+            for operand in operands:
+                peer.forget(operand)
 
     def _take_answers(self) -> None:
         """Deal with all answers that this turn has brought, as one event."""
@@ -400,6 +380,7 @@ class Server:
         """All or nothing: whatever does not fit raises WireError before anything is changed."""
         received_ns = time.monotonic_ns()
         good, bad = BlocksReturned([], [], []), BlocksFailed([], [], [])
+        answered: list[tuple[Peer, int, int]] = []
         places: list[tuple[Live | None, NDArray[np.float32], list[int]]] = []
         for peer, message in batch:
             cells, start = np.frombuffer(message.data, np.float32), 0
@@ -411,12 +392,15 @@ class Server:
                 if live is not None and status == DONE and size != tile[1] * tile[3] * tile[5]:
                     raise WireError(f"an answer to block {block} of job {job} has {size} cells, which is not its size")
                 event = good if status == DONE else bad
+                answered.append((peer, job, block))
                 event.devices.append(peer.first + device)
                 event.jobs.append(job)
                 event.blocks.append(block)
                 if status == DONE:
                     places.append((live, cells[start : start + size], tile))
                 start += size
+        for peer, job, block in answered:
+            peer.answered(job, block)
         if bad.devices:
             self._handle(bad)
 
@@ -448,7 +432,8 @@ class Server:
                     assert accept is not None, "only answers can be accepted"
                     accept(positions)
                 case SendBlocks():
-                    self._send_blocks(instruction)
+                    for peer in self._shipping.send_blocks(instruction):
+                        self._lose(peer, "its connection is gone")
                 case JobFinished(job=job):
                     self._finish(job)
                 case JobWaits(reason=reason):
@@ -464,84 +449,7 @@ class Server:
         live = self._jobs.pop(job)
         for identity in live.holders:
             if (peer := self._peers.get(identity)) is not None:
-                peer.held.pop(job, None)
-                peer.released.append(job)
+                peer.finished(job)
         product = live.product
         self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.sent_ns)
         product.done()
-
-    def _send_blocks(self, instruction: SendBlocks) -> None:
-        """Group by connection and job, pack, send."""
-        groups: dict[tuple[bytes, int], tuple[list[int], list[int]]] = {}
-        for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
-            group = groups.setdefault((self._peer_of[device].identity, job), ([], []))
-            group[0].append(device)
-            group[1].append(block)
-        queues: deque[tuple[Peer, Live, Iterator[Parcel]]] = deque()
-        for (identity, job), (devices, blocks) in groups.items():
-            peer = self._peers.get(identity)
-            if peer is None:
-                continue  # lost a moment ago; the dispatcher hears of it next
-            live, index = self._jobs[job], np.array(blocks)
-            product, tiles = live.product, live.job.tiles[index]
-            live.holders.add(identity)
-            grown = len(live.job.tiles) - len(live.sent_ns)
-            if grown:
-                live.sent_ns = np.concatenate([live.sent_ns, np.zeros(grown, np.uint64)])
-            needed = int((tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])).sum())
-            self.totals.operand_bytes += 4 * product.shape.inner * needed
-            local = np.array(devices) - peer.first
-            held = peer.held.setdefault(job, Held())
-            factors = (product.left, product.right)
-            queues.append((peer, live, parcels(job, factors, tiles, index, local, held, peer.piece_ids)))
-        dead: dict[bytes, Peer] = {}
-        while queues:  # in turn, so that no connection waits for another one's operands to be packed
-            peer, live, source = queues.popleft()
-            parcel = next(source, None)
-            if parcel is None or peer.identity in dead:
-                continue
-            queues.append((peer, live, source))
-            stamp_ns = time.monotonic_ns()
-            live.sent_ns[parcel.blocks["block"]] = stamp_ns
-            self.totals.sent_bytes += sum(d.nbytes for d in parcel.data)
-            work = Work(stamp_ns, peer.take_released(), parcel.pieces, parcel.blocks, list(parcel.data))
-            if not self._send(peer, work):
-                dead[peer.identity] = peer
-        for peer in dead.values():
-            self._lose(peer, "its connection is gone")
-
-    def _send(self, peer: Peer, message: Message) -> bool:
-        """False if the peer is gone. What ZeroMQ does not take now waits in the outbox."""
-        peer.outbox.append(encode(message))
-        return self._drain(peer)
-
-    def _drain(self, peer: Peer) -> bool:
-        while peer.outbox:
-            try:
-                send_frames(self._router, [peer.identity, *peer.outbox[0]], zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EHOSTUNREACH:
-                    return False
-                raise
-            peer.outbox.popleft()
-        return True
-
-    def _reply(self, identity: bytes, message: Message) -> None:
-        """To somebody who is not a peer: if it cannot be delivered now, nobody is owed it."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._router.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
-
-
-def printable(label: str) -> str:
-    """A name as it may stand in a table or on a terminal: what strangers choose must not move the cursor."""
-    return "".join(c if c.isprintable() else "?" for c in label[:200])
-
-
-def raise_file_limit() -> None:
-    """A connection is a file: allow as many as this user may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -25,10 +25,12 @@ def train(
     seed: int,
     learning_rate: float,
     weight_decay: float,
+    micro_batches: int = 1,
     before_step: Callable[[int], None] = lambda number: None,
     after_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Step]:
-    """`forward` is the model itself, or the model distributed (ps.capture.distribute)."""
+    """`forward` is the model itself, or the model distributed (ps.capture.distribute). A batch is divided into
+    `micro_batches` equal parts, one after the other; their gradients add up to the batch's."""
     torch.manual_seed(seed)  # dropout draws the same numbers in both runs
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
@@ -36,10 +38,19 @@ def train(
     for number, tokens in enumerate(batches, start=1):
         before_step(number)
         begun = time.perf_counter()
-        loss = forward(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        loss = gradients(forward, tokens, micro_batches)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(Step(number, loss.item(), time.perf_counter() - begun))
+        steps.append(Step(number, loss, time.perf_counter() - begun))
         after_step(steps[-1])
     return steps
+
+
+def gradients(forward: Callable[..., Any], tokens: torch.Tensor, micro_batches: int) -> float:
+    """Leave the batch's gradients in the parameters; its mean loss."""
+    total = 0.0
+    for part in tokens.chunk(micro_batches):
+        loss = forward(input_ids=part, labels=part).loss / micro_batches
+        loss.backward()
+        total += loss.item()
+    return total

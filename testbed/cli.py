@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from agent.errors import Failure, UserError
+from testbed import interrupts
 
 app = typer.Typer(
     name="cleave",
@@ -143,13 +142,9 @@ def plan(
 
 def main() -> None:
     """Entry point: a user's mistake becomes one clear line and exit code 2."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.install()
     try:
         app()
     except (UserError, Failure) as error:
         print(f"cleave: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

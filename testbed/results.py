@@ -46,7 +46,8 @@ class Summary:
     reference_losses: list[float]
     loss_max_abs_diff: float
     weights_max_abs_diff: float
-    step_s: dict[str, float]
+    step_s: dict[str, float]  # achieved
+    predicted_step_s: float | None  # by the model, before the run; None where nothing is modelled
     first_step_s: float
     products_per_step: int
     flops_done: int  # by devices
@@ -168,7 +169,7 @@ def print_summary(console: Console, s: Summary) -> None:
         ("loss against plain PyTorch", f"largest difference {s.loss_max_abs_diff:.1e} over {s.steps} steps"),
         ("weights after the last step", f"largest difference {s.weights_max_abs_diff:.1e}"),
         ("FLOPs done by devices", f"{s.flops_done:,}, {'all' if same else 'NOT all'} of the step's products"),
-        ("seconds a step", f"p50 {s.step_s['p50']:.2f}, p95 {s.step_s['p95']:.2f}"),
+        ("seconds a step", f"p50 {s.step_s['p50']:.2f}, p95 {s.step_s['p95']:.2f}{_against(s)}"),
         ("blocks", f"{s.blocks:,} on {s.devices_used:,} devices, {s.products_per_step} products a step"),
         ("bytes down / up", f"{format_size(s.bytes_down)} / {format_size(s.bytes_up)}"),
         (
@@ -195,6 +196,13 @@ def print_summary(console: Console, s: Summary) -> None:
         one, two = s.losses[i], s.reference_losses[i]
         curves.add_row(str(i + 1), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
     console.print(curves)
+
+
+def _against(s: Summary) -> str:
+    if not s.predicted_step_s:
+        return ""
+    over = s.step_s["p50"] / s.predicted_step_s - 1
+    return f"; predicted {s.predicted_step_s:.2f} (achieved {100 * over:+.0f}%)"
 
 
 def _some(count: int, most: int) -> list[int]:

@@ -19,15 +19,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from agent.errors import Failure, UserError
 from emulator import fidelity
-from emulator.fleet import draw_fleet
+from emulator.fleet import Fleet, draw_fleet, uniform_fleet
 from ps.capture import distribute
 from ps.executor import Executor
 from ps.models import build_model, model_config
+from ps.planner import Planner
 from ps.server import Server
 from ps.text import batches, read_text
-from ps.trainer import Step, train
+from ps.trainer import Step, gradients, train
+from testbed import interrupts
 from testbed.display import Display
 from testbed.launch import Pods
+from testbed.predict import predict_step
 from testbed.report import write_report, write_trace
 from testbed.results import (
     EventLog,
@@ -39,7 +42,7 @@ from testbed.results import (
     write_steps,
     write_summary,
 )
-from testbed.scenario import Scenario, dump_scenario
+from testbed.scenario import FleetSection, Scenario, dump_scenario
 
 LOSS_TOLERANCE = 1e-4
 JOIN_TIMEOUT_S = 120.0
@@ -56,13 +59,14 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     _check_sizes(config, scenario)
     data = batches(text, scenario.training.steps, scenario.data.batch, scenario.data.sequence, scenario.seed)
     asked = scenario.fleet
-    fleet = draw_fleet(asked.devices, asked.kinds, asked.networks, scenario.seed, asked.line_share)
+    fleet = make_fleet(asked, scenario.seed)
     cores = os.cpu_count() or 1
     pod_count = min(len(fleet), cores if asked.pods == "auto" else asked.pods)
     model_name = scenario.model.name or Path(scenario.model.config or "").stem
     torch.set_num_threads(max(1, cores // 2))  # the other half belongs to the pods
 
-    server = Server(scenario.server.host, scenario.server.port, run=scenario.name)
+    planner = Planner(scenario.planner.kind)
+    server = Server(scenario.server.host, scenario.server.port, run=scenario.name, planner=planner)
     folder = new_folder(parent, scenario.name)
     (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
     write_json(folder / "environment.json", environment())
@@ -90,7 +94,8 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
                 display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
                 events.write("joined", devices=server.devices)
                 reference, reference_weights, flops_reference = _reference(scenario, config, data, display)
-                executor, steps, weights, rows = _distributed(scenario, config, data, server, pods, display, events)
+                trained = _distributed(scenario, config, data, server, planner, pods, display, events)
+                executor, steps, weights, rows, predicted_s = trained
                 memory_bytes = psutil.Process().memory_info().rss + pods.memory_bytes()
             finally:
                 server.stop()
@@ -120,6 +125,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
             np.max([float((a - b).abs().max()) for a, b in zip(weights, reference_weights, strict=True)])
         ),
         step_s={f"p{p}": float(np.percentile(seconds, p)) for p in (50, 95)},
+        predicted_step_s=predicted_s,
         first_step_s=steps[0].seconds,
         products_per_step=executor.spent.products // len(steps),
         flops_done=server.totals.flops,
@@ -159,6 +165,15 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     return folder, summary
 
 
+def make_fleet(asked: FleetSection, seed: int) -> Fleet:
+    if asked.uniform is None:
+        return draw_fleet(asked.devices, asked.kinds, asked.networks, seed, asked.line_share)
+    count = asked.devices
+    names: list[str] = [asked.uniform] * count
+    profiles = uniform_fleet(asked.uniform, count, seed, asked.line_share)
+    return Fleet(profiles, names, names, {"published": count})
+
+
 def _check_sizes(config: Any, scenario: Scenario) -> None:
     if config.vocab_size < 256:
         raise UserError(f"the model's vocabulary has {config.vocab_size} entries; bytes as tokens need at least 256")
@@ -183,7 +198,12 @@ def _model(scenario: Scenario, config: Any) -> torch.nn.Module:
 
 def _settings(scenario: Scenario) -> dict[str, Any]:
     training = scenario.training
-    return {"seed": scenario.seed, "learning_rate": training.learning_rate, "weight_decay": training.weight_decay}
+    return {
+        "seed": scenario.seed,
+        "learning_rate": training.learning_rate,
+        "weight_decay": training.weight_decay,
+        "micro_batches": training.micro_batches,
+    }
 
 
 def _reference(
@@ -207,23 +227,39 @@ def _distributed(
     config: Any,
     data: list[torch.Tensor],
     server: Server,
+    planner: Planner,
     pods: Pods,
     display: Display,
     events: EventLog,
-) -> tuple[Executor, list[Step], list[torch.Tensor], list[dict[str, Any]]]:
+) -> tuple[Executor, list[Step], list[torch.Tensor], list[dict[str, Any]], float | None]:
     model = _model(scenario, config)
     executor = Executor(server)
     forward = distribute(model, executor.run)
+    micro_batches = scenario.training.micro_batches
+    if scenario.planner.keep:
+        executor.keep(model.parameters(), uses=micro_batches)
+
+    def rehearsal() -> None:
+        gradients(forward, data[0], micro_batches)
+        model.zero_grad()
+
     with display.phase("capturing the step", lambda: 0.0, lambda: "torch.compile"):
-        flops_per_step = executor.rehearse(lambda: forward(input_ids=data[0], labels=data[0]).loss.backward())
-    model.zero_grad()
+        flops_per_step = executor.rehearse(rehearsal)
+    predicted_s = None
+    if scenario.links.kind != "off":
+        with display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
+            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent)
+        display.say(f"a step should take {predicted_s:.2f} s (modelled)")
+        events.write("predicted", step_s=predicted_s)
     rows: list[dict[str, Any]] = []
     done: list[Step] = []
     blocks = bytes_down = 0
 
     def before_step(number: int) -> None:
+        interrupts.check()
         pods.check()
         executor.step = number
+        executor.weights_changed()
 
     def after_step(step: Step) -> None:
         nonlocal blocks, bytes_down
@@ -252,4 +288,4 @@ def _distributed(
         lambda: f"step {len(done) + 1}, {server.totals.blocks:,} blocks, {server.devices:,} devices",
     ):
         steps = train(model, forward, data, before_step=before_step, after_step=after_step, **_settings(scenario))
-    return executor, steps, [p.detach() for p in model.parameters()], rows
+    return executor, steps, [p.detach() for p in model.parameters()], rows, predicted_s

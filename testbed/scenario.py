@@ -25,6 +25,14 @@ from agent.errors import UserError
 from emulator.zoo import load_device, load_network
 from testbed.toml_lines import KeyPath, line_of_each_key, parse_key, split_syntax_error
 
+# a key, and those of its section that it replaces
+_INSTEAD = {
+    ("model", "name"): ("config",),
+    ("model", "config"): ("name",),
+    ("fleet", "uniform"): ("kinds", "networks"),
+    ("fleet", "kinds"): ("uniform",),
+    ("fleet", "networks"): ("uniform",),
+}
 NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -86,14 +94,28 @@ class Training(_Section):
     steps: int = Field(ge=1)
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    micro_batches: int = Field(default=1, ge=1)
 
 
 class FleetSection(_Section):
     devices: int = Field(ge=1, le=1_000_000)
     pods: int | Literal["auto"] = "auto"
     line_share: float = Field(default=1.0, gt=0, le=1)
-    kinds: dict[DeviceName, Share] = Field(min_length=1)
-    networks: dict[NetworkName, Share] = Field(min_length=1)
+    uniform: Literal["paper", "moderate", "extreme"] | None = None  # a fleet of the Cleave authors' evaluation
+    kinds: dict[DeviceName, Share] = Field(default_factory=dict)  # or shares of these devices and networks
+    networks: dict[NetworkName, Share] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_kind_of_fleet(self) -> FleetSection:
+        if self.uniform is None and not (self.kinds and self.networks):
+            raise ValueError(
+                "give shares of devices in [fleet.kinds] and of networks in [fleet.networks], at least one each"
+            )
+        if self.uniform is not None and (self.kinds or self.networks):
+            raise ValueError(
+                f'uniform = "{self.uniform}" is a whole fleet: leave out [fleet.kinds] and [fleet.networks]'
+            )
+        return self
 
     @field_validator("pods", mode="before")
     @classmethod
@@ -101,6 +123,11 @@ class FleetSection(_Section):
         if pods == "auto" or (isinstance(pods, int) and not isinstance(pods, bool) and pods >= 1):
             return pods
         raise ValueError('it must be "auto" or a whole number of at least 1')  # one message instead of one a type
+
+
+class PlannerSection(_Section):
+    kind: Literal["packed", "grid"] = "packed"
+    keep: bool = True  # devices keep slabs of weights between micro-batches
 
 
 class Links(_Section):
@@ -127,10 +154,20 @@ class Scenario(_Section):
     data: Data = Data()
     training: Training
     fleet: FleetSection
+    planner: PlannerSection = PlannerSection()
     links: Links = Links()
     clock: ClockSection = ClockSection()
     server: Server = Server()
     launch: Launch = Launch()
+
+    @model_validator(mode="after")
+    def _equal_parts(self) -> Scenario:
+        if self.data.batch % self.training.micro_batches:
+            raise ValueError(
+                f"training.micro_batches is {self.training.micro_batches}; it must divide data.batch, "
+                f"which is {self.data.batch}"
+            )
+        return self
 
     @field_validator("name")
     @classmethod
@@ -226,9 +263,10 @@ def _override(values: dict[str, Any], origins: dict[KeyPath, str], key: str, val
         if not isinstance(table, dict):
             raise ScenarioError(f"{flag}: {'.'.join(path[:depth])} is a value, it has no keys")
     table[path[-1]] = _parse_value(value)
-    for other, alternative in (("name", "config"), ("config", "name")):
-        if path == ("model", other):
-            table.pop(alternative, None)  # exactly one is allowed: naming one takes the other back
+    for given, alternatives in _INSTEAD.items():
+        if path[: len(given)] == given:
+            for alternative in alternatives:
+                values[given[0]].pop(alternative, None)  # one is allowed: naming one takes the other back
     _resolve_paths(values, Path.cwd())  # what the file gave is absolute by now
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
@@ -323,7 +361,7 @@ def _quote_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
 
 
-def _quote(value: str | float) -> str:
+def _quote(value: str | float | bool) -> str:
     if isinstance(value, str):  # JSON's text is TOML's, except that TOML wants DEL escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from testbed.bench import peers
+from testbed.bench.ours import plan_over
 from testbed.bench.raw import RawWorkers, numpy_in_process, raw_zmq
 from testbed.bench.work import W1, W2, Work, round_of
 
@@ -31,6 +32,21 @@ def test_rectangles_cover_every_cell_exactly_once(work: Work) -> None:
         written[row : row + rows, column : column + columns] += 1
     assert rectangles.shape == (work.blocks, 4)
     assert (written == 1).all()
+
+
+@pytest.mark.parametrize("work", [W1, W2, round_of(7), UNEVEN], ids=lambda work: work.name)
+@pytest.mark.parametrize("devices", [1, 3, 7])
+def test_our_plan_of_a_work_covers_it_and_gives_every_block_to_a_device(work: Work, devices: int) -> None:
+    plan = plan_over(work, devices)
+    written = np.zeros((work.m, work.q), dtype=np.int32)
+    for batch, batches, row, rows, column, columns in plan.tiles.tolist():
+        assert (batch, batches) == (0, 1)
+        written[row : row + rows, column : column + columns] += 1
+    assert (written == 1).all()
+    assert plan.device.shape == (work.blocks,)
+    assert set(plan.device.tolist()) == set(range(min(devices, work.blocks)))
+    assert plan.fresh.shape == (work.blocks, 2)
+    assert plan.fresh.all()  # nothing is taken for granted in a benchmark
 
 
 def test_the_announced_sizes() -> None:

@@ -30,6 +30,7 @@ NAMED_BY_THE_ISSUE = (
     "reference_losses",
     "loss_max_abs_diff",
     "step_s",
+    "predicted_step_s",
     "blocks",
     "bytes_down",
     "bytes_up",
@@ -74,10 +75,21 @@ def runs(launch: Launch) -> dict[str, Run]:
     return {scenario: Run(*pair) for scenario, pair in started.items()}
 
 
+IN_PARTS = ("--steps", "2", "--set", "data.batch=4", "--set", "training.micro_batches=4")
+
+
+@pytest.fixture(scope="module")
+def keeping(runs: dict[str, Run], launch: Launch) -> dict[str, Run]:
+    """Four micro-batches a step, on devices that keep the weights meanwhile and on devices that do not."""
+    started = {keep: launch("quickstart", *IN_PARTS, "--set", f"planner.keep={keep}") for keep in ("true", "false")}
+    return {keep: Run(*pair) for keep, pair in started.items()}
+
+
 @pytest.fixture(scope="module")
 def exploding(runs: dict[str, Run], launch: Launch) -> tuple[Program, Path]:
-    """A run whose loss becomes NaN; on its way while others are looked at."""
-    return launch("quickstart", "--steps", "2", "--set", "training.learning_rate=1e30")
+    """A run whose loss becomes NaN, without modelled links; on its way while others are looked at."""
+    wild = ("--set", "training.learning_rate=1e30", "--set", "links.kind=off", "--set", "fleet.uniform=extreme")
+    return launch("quickstart", "--steps", "2", *wild)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +164,34 @@ def test_the_blocks_tile_every_product_and_their_flops_add_up(runs: dict[str, Ru
 _EXTENTS = (("batch", "batches"), ("row", "rows"), ("column", "columns"))
 
 
+@pytest.mark.parametrize("scenario", ["quickstart", "llama"])
+def test_how_long_a_step_should_take_is_said_before_it_is_taken(runs: dict[str, Run], scenario: str) -> None:
+    run = runs[scenario]
+    predicted_s = run.summary["predicted_step_s"]
+    assert predicted_s > 0
+    assert run.output.index("a step should take") < run.output.index("step 1 of 2")
+    order = [event["event"] for event in run.events]
+    assert order.index("predicted") < order.index("step")
+    assert [e["step_s"] for e in run.events if e["event"] == "predicted"] == [predicted_s]
+    assert f"predicted {predicted_s:.2f} (achieved " in (run.folder / "summary.txt").read_text(encoding="utf-8")
+
+
+def test_devices_that_keep_the_weights_download_a_third_less_and_the_loss_is_the_same(keeping: dict[str, Run]) -> None:
+    kept, sent_again = keeping["true"].summary, keeping["false"].summary
+    assert kept["bytes_down"] <= 0.7 * sent_again["bytes_down"]
+    assert kept["losses"] == pytest.approx(sent_again["losses"], abs=1e-6)
+    assert kept["reference_losses"] == sent_again["reference_losses"]
+    assert kept["products_per_step"] == sent_again["products_per_step"]
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_a_batch_in_parts_has_the_loss_and_the_flops_of_plain_pytorch(keeping: dict[str, Run], keep: str) -> None:
+    summary = keeping[keep].summary
+    assert summary["loss_max_abs_diff"] <= 1e-4
+    assert summary["flops_done"] == summary["flops_reference"] > 0
+    assert summary["bytes_down"] == sum(int(row["bytes_down"]) for row in keeping[keep].steps)
+
+
 def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]) -> None:
     output = runs["quickstart"].output
     for text in (
@@ -207,6 +247,8 @@ def test_a_loss_that_is_no_number_is_never_called_equal(exploding: tuple[Program
     assert summary["loss_max_abs_diff"] is None
     assert summary["verdict"] == "FAILED"
     assert code == 1
+    assert summary["predicted_step_s"] is None  # nothing is modelled
+    assert summary["basis"] == {"published": 40}  # a uniform fleet
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -255,6 +297,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # arguments; what the mess
     "missing text": (
         ["quickstart", "--set", "data.text=novel.txt"],
         ["--set data.text", "novel.txt", "there is no such file", '"stdlib"'],
+    ),
+    "micro-batches that do not divide the batch": (
+        ["quickstart", "--set", "data.batch=8", "--set", "training.micro_batches=3"],
+        ["training.micro_batches is 3", "data.batch, which is 8"],
+    ),
+    "unknown uniform fleet": (
+        ["quickstart", "--set", "fleet.uniform=papre"],
+        ["--set fleet.uniform", '"papre"', '"paper", "moderate" or "extreme"'],
     ),
     "set without a value": (["quickstart", "--set", "training.steps"], ["--set", "write key=value"]),
     "set of an unknown key": (

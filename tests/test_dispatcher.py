@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,31 +19,29 @@ import pytest
 from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
-from ps.dispatcher import (
-    CUT,
-    DONE,
-    IN_FLIGHT,
-    PENDING,
-    REFUSALS_ALLOWED,
+from ps.cost import block_bytes, chunk_length, least_bytes
+from ps.dispatcher import CUT, DONE, IN_FLIGHT, PENDING, REFUSALS_ALLOWED, Dispatcher, InvariantBroken, Job
+from ps.events import (
     AcceptBlocks,
     BlocksFailed,
     BlocksReturned,
     DevicesJoined,
     DevicesLeft,
-    Dispatcher,
     Event,
     Instruction,
-    InvariantBroken,
     JobFinished,
-    JobSubmitted,
+    JobsSubmitted,
     JobWaits,
+    OperandsForgotten,
     SendBlocks,
+    Submission,
     SuspendDevice,
 )
-from ps.planner import Plan, Shape, plan
+from ps.planner import Plan, Planner, Request, Shape
 
 Key = tuple[int, int]  # job, block
 Answer = tuple[int, int, int]  # device, job, block
+Kept = tuple[int | None, int | None]  # operands of which slabs may be kept, left and right
 
 HUGE = 1 << 40
 COMMON = Profile(
@@ -51,7 +50,8 @@ COMMON = Profile(
 
 
 def one_cell_bytes(shape: Shape) -> int:
-    return 4 * (2 * shape.inner + 1)
+    """Memory that a device must lend to be of any use: half of it is for blocks."""
+    return 2 * least_bytes(shape.inner)
 
 
 def columns(answers: Iterable[Answer]) -> tuple[list[int], list[int], list[int]]:
@@ -59,21 +59,89 @@ def columns(answers: Iterable[Answer]) -> tuple[list[int], list[int], list[int]]
     return [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]
 
 
+def plan_of(tiles: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tuple[int, int]] | None = None) -> Plan:
+    new = np.ones((len(tiles), 2), bool) if fresh is None else np.array(fresh, bool)
+    return Plan(tiles=np.array(tiles), device=np.array(devices), fresh=new, makespan_s=1.0)
+
+
+Range = tuple[int, int, int, int]  # batch from, to; outer from, to
+
+
+@dataclass
+class Charges:
+    """What each device has been charged for, so that whatever it is not charged for can be explained."""
+
+    paid: defaultdict[tuple[Any, ...], dict[Key, Range]] = field(default_factory=lambda: defaultdict(dict))
+    lives: Counter[int] = field(default_factory=Counter)  # how often an operand was forgotten
+    saved: int = 0  # slabs that were not charged
+
+    def add(self, blocks: list[tuple[int, Job, int]]) -> None:
+        """New blocks, in any order. Whatever is missing in their charges was charged to the same device with another
+        block, of the same job or with the same operand since it was last forgotten."""
+        missing = {}
+        for job_id, job, block in blocks:
+            weights = [4 * job.shape.inner * w for w in (_outer(job, block, 0), _outer(job, block, 1))]
+            possible = [chosen for n in range(3) for chosen in combinations((0, 1), n)]
+            lacks = sum(weights) - job.down_bytes[block]
+            missing[job_id, block] = [c for c in possible if sum(weights[side] for side in c) == lacks]
+            assert missing[job_id, block], f"block {block} of job {job_id}: {job.down_bytes[block]} bytes are no slabs"
+            for side in (0, 1):
+                if any(side not in chosen for chosen in missing[job_id, block]):
+                    for source in self._sources(job_id, job, block, side):
+                        self.paid[source][job_id, block] = _range(job, block, side)
+        for job_id, job, block in blocks:
+            explained = [c for c in missing[job_id, block] if all(self._has(job_id, job, block, side) for side in c)]
+            assert explained, f"block {block} of job {job_id}: its device never got what it is not charged for"
+            if job.chunk[block] < job.shape.inner:
+                assert explained[0] == (), f"block {block} of job {job_id} is streamed and brings everything"
+            self.saved += len(explained[0])
+
+    def _sources(self, job_id: int, job: Job, block: int, side: int) -> list[tuple[Any, ...]]:
+        device, operand = job.device[block], job.operands[side]
+        own = (device, "job", job_id, side)
+        return [own] if operand is None else [own, (device, "operand", operand, self.lives[operand])]
+
+    def _has(self, job_id: int, job: Job, block: int, side: int) -> bool:
+        b0, b1, low, high = _range(job, block, side)
+        return any(
+            p[0] <= b0 and b1 <= p[1] and p[2] <= low and high <= p[3]
+            for source in self._sources(job_id, job, block, side)
+            for key, p in self.paid[source].items()
+            if key != (job_id, block)
+        )
+
+
+def _range(job: Job, block: int, side: int) -> Range:
+    tile: list[int] = job.tiles[block].tolist()
+    low = tile[2 + 2 * side]
+    return tile[0], tile[0] + tile[1], low, low + tile[3 + 2 * side]
+
+
+def _outer(job: Job, block: int, side: int) -> int:
+    b0, b1, low, high = _range(job, block, side)
+    return (b1 - b0) * (high - low)
+
+
 class World:
     """Devices and jobs around a dispatcher, with books of its own."""
 
     def __init__(self) -> None:
-        self.dispatcher = Dispatcher(plan)
+        self.dispatcher = Dispatcher(Planner())
         self.profiles: list[Profile] = []
         self.alive: set[int] = set()
         self.suspended: set[int] = set()
         self.shapes: dict[int, Shape] = {}  # jobs under way
         self.urgent: dict[int, bool] = {}
+        self.kept: dict[int, Kept] = {}
         self.finished: list[int] = []
         self.accepted: dict[int, NDArray[np.int64]] = {}  # how often each cell of each job was accepted
         self.flying: defaultdict[int, dict[Key, list[int]]] = defaultdict(dict)  # device -> key -> tile
         self.past: list[Answer] = []  # answers that must not count any more
         self.log: list[Instruction] = []
+        self.owner: dict[Key, int] = {}
+        self.charges = Charges()
+        self.slabs: defaultdict[int, dict[int, int]] = defaultdict(dict)  # device -> operand -> bytes it keeps of it
+        self.thefts = self.streamed = 0
 
     # ---- events
 
@@ -86,10 +154,16 @@ class World:
                 for device, job, block in zip(event.devices, event.jobs, event.blocks, strict=True):
                     if self.flying[device].pop((job, block), None) is not None:
                         self.past.append((device, job, block))
+            case OperandsForgotten(operands=operands):
+                self.charges.lives.update(set(operands))
+                for kept in self.slabs.values():
+                    for operand in operands:
+                        kept.pop(operand, None)
         queued_before = self._queued_urgent()
         instructions = self.dispatcher.handle(event)
         self.log += instructions
         self.dispatcher.check()
+        self._look_at_new_blocks()
         for instruction in instructions:
             self._obey(event, instruction)
         self._no_background_before_urgent(queued_before, instructions)
@@ -105,11 +179,25 @@ class World:
     def leave(self, *devices: int) -> list[Instruction]:
         return self.handle(DevicesLeft(list(devices)))
 
-    def submit(self, shape: Shape, *, urgent: bool = True, given: Plan | None = None) -> list[Instruction]:
+    def submit(
+        self, shape: Shape, *, urgent: bool = True, given: Plan | None = None, kept: Kept = (None, None)
+    ) -> list[Instruction]:
+        return self.submit_together(self.submission(shape, urgent=urgent, given=given, kept=kept))
+
+    def submission(
+        self, shape: Shape, *, urgent: bool = True, given: Plan | None = None, kept: Kept = (None, None)
+    ) -> Submission:
         job = len(self.accepted)
-        self.shapes[job], self.urgent[job] = shape, urgent
+        self.shapes[job], self.urgent[job], self.kept[job] = shape, urgent, kept
         self.accepted[job] = np.zeros((shape.batch, shape.rows, shape.columns), np.int64)
-        return self.handle(JobSubmitted(job, shape, urgent, given))
+        left_uses, right_uses = (1 if operand is None else 4 for operand in kept)
+        return Submission(job, Request(shape, left_uses, right_uses), urgent, given, kept)
+
+    def submit_together(self, *submissions: Submission) -> list[Instruction]:
+        return self.handle(JobsSubmitted(list(submissions)))
+
+    def forget(self, *operands: int) -> list[Instruction]:
+        return self.handle(OperandsForgotten(list(operands)))
 
     def answer(self, *answers: Answer) -> list[Instruction]:
         return self.handle(BlocksReturned(*columns(answers)))
@@ -124,6 +212,7 @@ class World:
 
     def _forget(self, device: int) -> None:
         self.alive.discard(device)
+        self.slabs.pop(device, None)
         self.past += [(device, job, block) for job, block in self.flying.pop(device, {})]
 
     def _obey(self, event: Event, instruction: Instruction) -> None:
@@ -141,7 +230,7 @@ class World:
                 for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
                     assert device in self.alive, f"device {device} is not there and was sent a block"
                     assert (job, block) not in self.flying[device], "sent twice"
-                    self.flying[device][job, block] = self.dispatcher.jobs[job].tiles[block].tolist()
+                    self._sent(device, job, block)
                     self._within_credit(device)
             case JobFinished(job=job):
                 assert (self.accepted[job] == 1).all(), f"job {job} ended without some of its cells"
@@ -151,10 +240,40 @@ class World:
                 self._forget(device)
                 self.suspended.add(device)
 
+    def _look_at_new_blocks(self) -> None:
+        new = []
+        for job_id, job in self.dispatcher.jobs.items():
+            for block, device in enumerate(job.device):
+                if (job_id, block) not in self.owner:
+                    new.append((job_id, job, block))
+                elif self.owner[job_id, block] != device:
+                    full = 4 * job.shape.inner * (_outer(job, block, 0) + _outer(job, block, 1))
+                    assert job.down_bytes[block] == full, "a thief has nothing of what it needs"
+                    self.thefts += 1
+                self.owner[job_id, block] = device
+        self.charges.add(new)
+
+    def _sent(self, device: int, job_id: int, block: int) -> None:
+        job = self.dispatcher.jobs[job_id]
+        tile: list[int] = job.tiles[block].tolist()
+        self.flying[device][job_id, block] = tile
+        self.streamed += job.chunk[block] < job.shape.inner
+        for side, operand in enumerate(self.kept[job_id]):
+            if job.kept[block] >> side & 1:
+                assert operand is not None
+                assert job.chunk[block] == job.shape.inner, "a streamed block leaves nothing on its device"
+                if operand in self.dispatcher._slabs:  # not forgotten since
+                    size = 4 * job.shape.inner * tile[3 + 2 * side]
+                    self.slabs[device][operand] = max(size, self.slabs[device].get(operand, 0))
+        assert 2 * sum(self.slabs[device].values()) <= self.profiles[device].memory_bytes, f"device {device} keeps more"
+
     def _within_credit(self, device: int) -> None:
-        profile, held = self.profiles[device], 0
+        profile, held = self.profiles[device], sum(self.slabs[device].values())
         for (job, _), (_, bs, _, rs, _, cs) in self.flying[device].items():
-            held += 4 * bs * ((rs + cs) * self.shapes[job].inner + rs * cs)
+            inner = self.shapes[job].inner
+            chunk = int(chunk_length(bs, rs, inner, cs, profile.memory_bytes // 2))
+            assert chunk, f"device {device} was sent a block that it cannot hold"
+            held += int(block_bytes(bs, rs, inner, cs, chunk))
         assert held <= profile.memory_bytes, f"device {device} was sent more bytes than it can hold"
         assert len(self.flying[device]) <= profile.credit_blocks, (
             f"device {device} was sent more blocks than its credit"
@@ -202,13 +321,46 @@ def random_profile(rng: random.Random) -> Profile:
         down_bps=10 ** rng.uniform(4, 9),
         up_bps=10 ** rng.uniform(4, 9),
         latency_s=rng.choice([0.0, 0.05]),
-        memory_bytes=rng.choice([8, 60, 200, 2000, HUGE]),
+        memory_bytes=rng.choice([8, 60, 200, 1600, 2500, 8000, HUGE]),
         credit_blocks=rng.choice([1, 1, 2, 4]),
     )
 
 
 def random_shape(rng: random.Random) -> Shape:
-    return Shape(rng.choice([1, 1, 1, 3]), rng.randint(1, 9), rng.randint(1, 6), rng.randint(1, 9))
+    inner = rng.choice([rng.randint(1, 6), rng.randint(1, 6), rng.randint(90, 400)])  # little memory: in chunks
+    return Shape(rng.choice([1, 1, 1, 3]), rng.randint(1, 9), inner, rng.randint(1, 9))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An operand that several jobs have in common; who needs it needs it always as urgently."""
+
+    operand: int
+    inner: int
+    extent: int
+    side: int
+    urgent: bool
+
+
+def random_group(world: World, weights: list[Weight], rng: random.Random) -> list[Submission]:
+    """Jobs that are ready at the same moment, some of them with weights that others have had before."""
+    group = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        shape, urgent = random_shape(rng), rng.random() < 0.5
+        kept: list[int | None] = [None, None]
+        if weights and rng.random() < 0.5:
+            weight = rng.choice(weights)
+            others = rng.randint(1, 9)
+            rows, columns = (weight.extent, others) if weight.side == 0 else (others, weight.extent)
+            shape, urgent = Shape(1, rows, weight.inner, columns), weight.urgent
+            kept[weight.side] = weight.operand
+        elif rng.random() < 0.5:
+            side = rng.choice([0, 1])
+            extent = shape.rows if side == 0 else shape.columns
+            weights.append(Weight(len(weights), shape.inner, extent, side, urgent))
+            kept[side] = len(weights) - 1
+        group.append(world.submission(shape, urgent=urgent, kept=(kept[0], kept[1])))
+    return group
 
 
 def random_answers(world: World, rng: random.Random) -> list[Answer]:
@@ -237,17 +389,20 @@ def life(seed: int) -> World:
 def live(seed: int, events: int = 80) -> World:
     """A life of so many events, after which all jobs are brought to their end."""
     rng, world = random.Random(seed), World()
+    weights: list[Weight] = []
     failures = rng.choice([0, 1, 6])
     if rng.random() < 0.7:
         world.join(*(random_profile(rng) for _ in range(rng.randint(1, 8))))
     for _ in range(events):
-        match rng.choices(["join", "leave", "submit", "answer", "fail"], [1, 1, 3, 12, failures])[0]:
+        match rng.choices(["join", "leave", "submit", "answer", "forget", "fail"], [1, 1, 3, 12, 1, failures])[0]:
             case "join":
                 world.join(*(random_profile(rng) for _ in range(rng.randint(1, 4))))
             case "leave" if world.profiles:
                 world.leave(*rng.sample(range(len(world.profiles)), rng.randint(1, min(2, len(world.profiles)))))
             case "submit" if len(world.shapes) < 5:
-                world.submit(random_shape(rng), urgent=rng.random() < 0.5)
+                world.submit_together(*random_group(world, weights, rng))
+            case "forget" if weights:
+                world.forget(*(w.operand for w in rng.sample(weights, rng.randint(1, min(2, len(weights))))))
             case "answer":
                 world.answer(*random_answers(world, rng))
             case "fail":
@@ -273,6 +428,9 @@ def test_the_simulation_goes_everywhere() -> None:
     assert sum(world.dispatcher.stale for world in worlds) > 100
     assert sum(len(world.suspended) for world in worlds) > 2
     assert sum(len(world.finished) for world in worlds) > 100
+    assert sum(world.streamed for world in worlds) > 50
+    assert sum(world.charges.saved for world in worlds) > 20
+    assert sum(world.thefts for world in worlds) > 20
 
 
 def test_the_same_events_give_the_same_instructions() -> None:
@@ -284,8 +442,7 @@ def test_the_same_events_give_the_same_instructions() -> None:
 
 def quarters() -> Plan:
     """For a product of 64 rows and 64 columns: 16 rows for each of the first four devices."""
-    tiles = np.array([[0, 1, 16 * i, 16, 0, 64] for i in range(4)])
-    return Plan(tiles, device=np.arange(4), makespan_s=1.0, count=4)
+    return plan_of([(0, 1, 16 * i, 16, 0, 64) for i in range(4)], [0, 1, 2, 3])
 
 
 def busy_world() -> World:
@@ -529,7 +686,7 @@ def test_urgent_jobs_go_first_when_they_move_to_a_survivor() -> None:
 def test_a_job_cannot_be_submitted_twice() -> None:
     world = busy_world()
     with pytest.raises(ValueError, match="job 0 was submitted twice"):
-        world.dispatcher.handle(JobSubmitted(0, Shape(1, 1, 1, 1), urgent=True))
+        world.dispatcher.handle(JobsSubmitted([Submission(0, Request(Shape(1, 1, 1, 1), 1, 1), urgent=True)]))
 
 
 def test_an_id_cannot_be_used_twice() -> None:
@@ -541,7 +698,7 @@ def test_an_id_cannot_be_used_twice() -> None:
 def test_a_given_plan_is_used_as_it_is() -> None:
     world = World()
     world.join(*[COMMON] * 3)
-    given = Plan(np.array([[0, 1, 0, 4, 0, 3], [0, 1, 0, 4, 3, 5]]), np.array([2, 0]), 1.0, 2)
+    given = plan_of([(0, 1, 0, 4, 0, 3), (0, 1, 0, 4, 3, 5)], [2, 0])
     assert world.submit(Shape(1, 4, 7, 8), given=given) == [SendBlocks([2, 0], [0, 0], [0, 1])]
     world.finish_everything()
 
@@ -549,9 +706,253 @@ def test_a_given_plan_is_used_as_it_is() -> None:
 def test_a_given_plan_that_its_devices_cannot_hold_is_refused() -> None:
     world, shape = World(), Shape(1, 4, 7, 8)
     world.join(replace(COMMON, memory_bytes=one_cell_bytes(shape)))
-    given = Plan(np.array([[0, 1, 0, 4, 0, 8]]), np.array([0]), 1.0, 1)
+    given = plan_of([(0, 1, 0, 4, 0, 8)], [0])
     with pytest.raises(ValueError, match="a block that it cannot hold"):
-        world.dispatcher.handle(JobSubmitted(0, shape, urgent=True, plan=given))
+        world.submit(shape, given=given)
+
+
+def test_a_given_plan_with_a_device_that_is_gone_is_refused() -> None:
+    world = World()
+    world.join(*[COMMON] * 2)
+    world.leave(1)
+    with pytest.raises(ValueError, match="a device that is not there"):
+        world.submit(Shape(1, 4, 7, 8), given=plan_of([(0, 1, 0, 4, 0, 8)], [1]))
+
+
+# ---- jobs that are ready together
+
+
+def test_jobs_submitted_together_are_planned_together_and_the_urgent_ones_first() -> None:
+    asked: list[list[Shape]] = []
+
+    class Watched(Planner):
+        def plan(self, requests: Sequence[Request], *rest: Any) -> list[Plan]:
+            asked.append([request.shape for request in requests])
+            return super().plan(requests, *rest)
+
+    world = World()
+    world.dispatcher = Dispatcher(Watched())
+    world.join(*[COMMON] * 3)
+    shapes = [Shape(1, 8, 8, 8 + i) for i in range(4)]
+    urgencies = [False, True, False, True]
+    group = [world.submission(shape, urgent=urgent) for shape, urgent in zip(shapes, urgencies, strict=True)]
+    world.submit_together(*group)
+    assert asked == [[shapes[1], shapes[3], shapes[0], shapes[2]]]
+    world.finish_everything()
+
+
+def test_of_a_group_the_jobs_that_are_possible_go_on() -> None:
+    world, possible, impossible = World(), Shape(1, 4, 4, 4), Shape(1, 4, 400, 4)
+    world.join(replace(COMMON, memory_bytes=one_cell_bytes(possible)))
+    instructions = world.submit_together(*(world.submission(s) for s in (impossible, possible, impossible)))
+    assert [i.job for i in instructions if isinstance(i, JobWaits)] == [0, 2]
+    while flying := world.in_flight():
+        world.answer(*flying)
+    assert world.finished == [1]
+    world.join(COMMON)
+    world.finish_everything()
+
+
+# ---- slabs that devices keep
+
+ROWS, INNER, COLUMNS = 64, 32, 48
+LEFT_BYTES, RIGHT_BYTES = 4 * INNER * ROWS // 2, 4 * INNER * COLUMNS  # of one device's block, see halves()
+WEIGHT = 7
+
+
+def halves() -> Plan:
+    """Half of the rows and all of the columns for each of two devices."""
+    half = ROWS // 2
+    return plan_of([(0, 1, 0, half, 0, COLUMNS), (0, 1, half, half, 0, COLUMNS)], [0, 1])
+
+
+def charged(world: World, *, given: Plan | None = None, kept: Kept = (None, WEIGHT), inner: int = INNER) -> list[int]:
+    """Submit a job, bring it to its end; what its blocks were charged."""
+    world.submit(Shape(1, ROWS, inner, COLUMNS), given=given or halves(), kept=kept)
+    job = world.dispatcher.jobs[len(world.accepted) - 1]
+    down_bytes = list(job.down_bytes)
+    world.finish_everything()
+    return down_bytes
+
+
+def two_devices(memory_bytes: int = HUGE) -> World:
+    world = World()
+    world.join(*[replace(COMMON, memory_bytes=memory_bytes)] * 2)
+    return world
+
+
+def test_a_kept_slab_is_charged_once_until_it_is_forgotten() -> None:
+    world = two_devices()
+    assert charged(world) == [LEFT_BYTES + RIGHT_BYTES] * 2
+    assert charged(world) == [LEFT_BYTES] * 2
+    assert charged(world) == [LEFT_BYTES] * 2
+    world.forget(WEIGHT)
+    assert charged(world) == [LEFT_BYTES + RIGHT_BYTES] * 2
+    assert charged(world) == [LEFT_BYTES] * 2
+
+
+def test_either_side_can_be_kept_and_both() -> None:
+    world = two_devices()
+    assert charged(world, kept=(1, None)) == [LEFT_BYTES + RIGHT_BYTES] * 2
+    assert charged(world, kept=(1, 2)) == [RIGHT_BYTES] * 2
+    assert charged(world, kept=(1, 2)) == [0] * 2
+
+
+def test_an_operand_that_nobody_keeps_is_charged_every_time() -> None:
+    world = two_devices()
+    for _ in range(3):
+        assert charged(world, kept=(None, None)) == [LEFT_BYTES + RIGHT_BYTES] * 2
+
+
+def test_another_operand_is_not_taken_for_the_kept_one() -> None:
+    world = two_devices()
+    charged(world)
+    assert charged(world, kept=(None, WEIGHT + 1)) == [LEFT_BYTES + RIGHT_BYTES] * 2
+    assert charged(world, kept=(None, WEIGHT)) == [LEFT_BYTES] * 2
+
+
+def test_forgetting_one_operand_leaves_the_others() -> None:
+    world = two_devices()
+    charged(world, kept=(1, 2))
+    world.forget(2, 99)
+    assert charged(world, kept=(1, 2)) == [RIGHT_BYTES] * 2
+
+
+def test_a_part_of_a_kept_slab_costs_nothing_and_what_reaches_beyond_it_is_charged_whole() -> None:
+    world = two_devices()
+    narrow = [(0, 1, 0, ROWS, 0, 16), (0, 1, 0, ROWS, 16, 32)]
+    assert charged(world, given=plan_of(narrow, [0, 1])) == [4 * INNER * (ROWS + 16), 4 * INNER * (ROWS + 32)]
+    inside = [(0, 1, 0, ROWS, 0, 16), (0, 1, 0, ROWS, 16, 8), (0, 1, 0, ROWS, 24, 24)]
+    assert charged(world, given=plan_of(inside, [0, 1, 1])) == [4 * INNER * ROWS] * 3
+    swapped = plan_of(narrow, [1, 0])
+    assert charged(world, given=swapped) == [4 * INNER * (ROWS + 16), 4 * INNER * (ROWS + 32)]
+
+
+def test_products_of_a_batch_keep_nothing() -> None:
+    world = two_devices()
+    for _ in range(2):
+        world.submit(Shape(2, 8, INNER, 8), given=plan_of([(0, 2, 0, 8, 0, 8)], [0]), kept=(1, 2))
+        assert world.dispatcher.jobs[len(world.accepted) - 1].down_bytes == [4 * INNER * 2 * 16]
+        world.finish_everything()
+    assert world.dispatcher.devices[0].kept_bytes == 0
+
+
+def test_a_device_that_joins_later_has_nothing_of_what_the_others_keep() -> None:
+    world = two_devices()
+    charged(world)
+    world.leave(1)
+    world.join(COMMON)
+    half = ROWS // 2
+    later = plan_of([(0, 1, 0, half, 0, COLUMNS), (0, 1, half, half, 0, COLUMNS)], [0, 2])
+    assert charged(world, given=later) == [LEFT_BYTES, LEFT_BYTES + RIGHT_BYTES]
+    assert charged(world, given=later) == [LEFT_BYTES] * 2
+
+
+def test_a_device_keeps_no_more_than_half_its_memory_and_is_charged_for_the_rest_every_time() -> None:
+    room = 2 * RIGHT_BYTES + RIGHT_BYTES // 2  # two slabs and a half
+    world = two_devices(memory_bytes=2 * max(room, LEFT_BYTES + RIGHT_BYTES + 2 * ROWS * COLUMNS))
+    kept = min(room, world.profiles[0].memory_bytes // 2) // RIGHT_BYTES
+    for operand in range(4):
+        charged(world, kept=(None, operand))
+    again = [charged(world, kept=(None, operand))[0] for operand in range(4)]
+    assert again == [LEFT_BYTES] * kept + [LEFT_BYTES + RIGHT_BYTES] * (4 - kept)
+    assert world.dispatcher.devices[0].kept_bytes == kept * RIGHT_BYTES
+    world.forget(0)  # its room is given to the next one
+    assert charged(world, kept=(None, 3))[0] == LEFT_BYTES + RIGHT_BYTES
+    assert charged(world, kept=(None, 3))[0] == LEFT_BYTES
+
+
+def test_blocks_in_flight_and_kept_slabs_fit_the_memory_together() -> None:
+    block = LEFT_BYTES + RIGHT_BYTES + 2 * ROWS * COLUMNS
+    world = two_devices(memory_bytes=2 * block)
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
+    assert [len(world.flying[d]) for d in (0, 1)] == [2, 2]
+    world.finish_everything()
+    charged(world)
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
+    assert [len(world.flying[d]) for d in (0, 1)] == [1, 1]  # a slab lies where the second one would
+    world.forget(WEIGHT)
+    world.finish_everything()
+    assert [record.kept_bytes for record in world.dispatcher.devices] == [0, 0]
+
+
+def test_a_streamed_block_is_charged_in_full_and_leaves_nothing() -> None:
+    world, shape = World(), Shape(1, ROWS, 4000, COLUMNS)
+    world.join(replace(COMMON, memory_bytes=1_000_000))
+    given = plan_of([(0, 1, 0, ROWS, 0, COLUMNS)], [0])
+    for _ in range(2):
+        world.submit(shape, given=given, kept=(1, 2))
+        job = world.dispatcher.jobs[len(world.accepted) - 1]
+        assert 0 < job.chunk[0] < shape.inner
+        assert job.down_bytes == [4 * shape.inner * (ROWS + COLUMNS)]
+        world.finish_everything()
+    assert world.dispatcher.devices[0].kept_bytes == 0
+
+
+def test_a_stolen_block_is_charged_in_full() -> None:
+    world = World()
+    world.join(replace(COMMON, credit_blocks=1, latency_s=0.0))
+    strip = [(0, 1, 0, ROWS, 12 * i, 12) for i in range(4)]
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=plan_of(strip, [0] * 4, [(1, 1), (0, 1), (0, 1), (0, 1)]))
+    job = world.dispatcher.jobs[0]
+    assert job.down_bytes == [4 * INNER * (ROWS + 12)] + [4 * INNER * 12] * 3
+    world.join(replace(COMMON, latency_s=0.0))
+    stolen = [block for block, device in enumerate(job.device) if device == 1]
+    assert stolen
+    assert all(job.down_bytes[block] == 4 * INNER * (ROWS + 12) for block in stolen)
+
+
+def test_a_stolen_block_is_streamed_if_the_thief_has_less_memory() -> None:
+    world, shape = World(), Shape(1, 8, 4000, 8)
+    world.join(replace(COMMON, credit_blocks=1, latency_s=0.0))
+    for _ in range(3):
+        world.submit(shape, given=plan_of([(0, 1, 0, 8, 0, 8)], [0]))
+    world.join(replace(COMMON, latency_s=0.0, memory_bytes=100_000))
+    job = world.dispatcher.jobs[2]
+    assert job.device == [1]
+    assert 0 < job.chunk[0] < shape.inner  # and check() has seen that it fits
+
+
+def test_a_block_of_a_kept_slab_is_not_stolen() -> None:
+    """Its owner has the slab, or will have it; a thief would have to bring it."""
+    world = World()
+    world.join(replace(COMMON, credit_blocks=1, latency_s=0.0))
+    for _ in range(3):
+        world.submit(Shape(1, 8, 8, 8), given=plan_of([(0, 1, 0, 8, 0, 8)], [0]), kept=(None, WEIGHT))
+    assert world.join(replace(COMMON, latency_s=0.0)) == []
+    world.finish_everything()
+
+
+def test_a_strip_is_charged_once() -> None:
+    """A device that gets several blocks with the same rows downloads those rows with the first of them."""
+    world = two_devices()
+    tiles = [(0, 1, 0, 32, 0, 16), (0, 1, 0, 32, 16, 16), (0, 1, 0, 32, 32, 16), (0, 1, 32, 32, 0, COLUMNS)]
+    given = plan_of(tiles, [0, 0, 0, 1], [(1, 1), (0, 1), (0, 1), (1, 1)])
+    assert charged(world, given=given, kept=(None, None)) == [
+        4 * INNER * (32 + 16),
+        4 * INNER * 16,
+        4 * INNER * 16,
+        4 * INNER * (32 + COLUMNS),
+    ]
+
+
+def test_a_strip_of_streamed_blocks_is_charged_every_time() -> None:
+    world, inner = two_devices(memory_bytes=400_000), 4000
+    tiles = [(0, 1, 0, 64, 0, 24), (0, 1, 0, 64, 24, 24)]
+    assert charged(world, given=plan_of(tiles, [0, 0], [(1, 1), (0, 1)]), inner=inner) == [4 * inner * (64 + 24)] * 2
+
+
+def test_a_lost_block_is_charged_in_full_where_it_goes() -> None:
+    world = two_devices()
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
+    world.leave(1)
+    job = world.dispatcher.jobs[0]
+    assert len(job.state) > 2
+    for block in range(2, len(job.state)):
+        _, _, _, rows, _, cols = job.tiles[block].tolist()
+        assert job.down_bytes[block] == 4 * INNER * (rows + cols)
 
 
 # ---- check() itself
@@ -657,6 +1058,32 @@ def _job_forgotten_in_queues(d: Dispatcher) -> None:
 )
 def test_check_notices_a_corrupted_state(corrupt: Callable[[Dispatcher], Any]) -> None:
     world = busy_world()
+    corrupt(world.dispatcher)
+    with pytest.raises(InvariantBroken):
+        world.dispatcher.check()
+
+
+def _keeps_more_than_counted(d: Dispatcher) -> None:
+    d.devices[0].kept_bytes -= 1
+
+
+def _keeps_less_than_counted(d: Dispatcher) -> None:
+    d._slabs[WEIGHT].high[0] = 0
+
+
+def _no_room_for_what_it_keeps(d: Dispatcher) -> None:
+    d.devices[0].memory_bytes = d.devices[0].in_flight_bytes + d.devices[0].kept_bytes - 1
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [_keeps_more_than_counted, _keeps_less_than_counted, _no_room_for_what_it_keeps],
+    ids=lambda corrupt: corrupt.__name__.strip("_"),
+)
+def test_check_notices_corrupted_slabs(corrupt: Callable[[Dispatcher], Any]) -> None:
+    world = two_devices()
+    charged(world)
+    world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
     corrupt(world.dispatcher)
     with pytest.raises(InvariantBroken):
         world.dispatcher.check()

@@ -8,9 +8,10 @@ nothing left to do but wait, and then returns the one that the test's order pick
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+import ps.executor
 from ps.capture import CaptureError, Program, distribute, prepare
 from ps.executor import Executor
+from ps.jobs import Product
 from ps.models import build_model
-from ps.server import Product, Server, ServerError
+from ps.operands import Operand
+from ps.server import Server, ServerError
 
 # ---- a fleet without sockets
 
@@ -38,27 +42,40 @@ ORDERS: dict[str, Order | None] = {
 
 
 class Fleet:
+    """An engine that computes here."""
+
     def __init__(self, order: Order | None) -> None:
-        self.error: BaseException | None = None
-        self.submitted: list[Product] = []
+        self.groups: list[list[Product]] = []  # what was submitted together
         self.under_way: list[Product] = []
         self.moments: list[list[Product]] = []  # what was under way whenever the executor began to wait
+        self.forgotten: list[list[Operand]] = []
         self._order = order
 
-    def submit(self, product: Product) -> None:
-        self.submitted.append(product)
-        if self._order is None:
-            compute(product)
-            product.done()
-        else:
-            self.under_way.append(product)
+    @property
+    def submitted(self) -> list[Product]:
+        return [product for group in self.groups for product in group]
 
-    def finish_one(self) -> None:
+    def submit(self, *products: Product) -> None:
+        self.groups.append(list(products))
+        for product in products:
+            if self._order is None:
+                compute(product)
+                product.done()
+            else:
+                self.under_way.append(product)
+
+    def forget(self, operands: Sequence[Operand]) -> None:
+        assert not self.under_way, "an operand changes while a product of it is under way"
+        self.forgotten.append(list(operands))
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
         if self._order is not None:
             self.moments.append(list(self.under_way))
             product = self.under_way.pop(self._order(len(self.under_way)))
             compute(product)
             product.done()
+        assert not done.empty(), "it waits, and nothing is under way"
+        return [done.get()]
 
 
 def compute(product: Product) -> None:
@@ -66,15 +83,18 @@ def compute(product: Product) -> None:
 
 
 class Walker(Executor):
-    """The executor; when it begins to wait, something happens."""
+    """The executor, and the fleet that it walks through."""
 
     def __init__(self, fleet: Fleet) -> None:
-        super().__init__(cast(Server, fleet))
+        super().__init__(fleet)
         self.fleet = fleet
+        self.graphs: list[list[list[Product]]] = []  # what each graph submitted, group by group
 
-    def _wait(self, *arguments: Any) -> int:
-        self.fleet.finish_one()
-        return super()._wait(*arguments)
+    def run(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
+        before = len(self.fleet.groups)
+        result = super().run(program, inputs)
+        self.graphs.append(self.fleet.groups[before:])
+        return result
 
 
 # ---- training steps of small models
@@ -207,8 +227,28 @@ def test_weight_gradients_are_not_urgent_and_hold_nobody_up(family: Family) -> N
     assert len(weights) == LINEAR_LAYERS[family.name]
     assert not any(p.urgent for p in weights)
     assert all(p.name.startswith("backward/") for p in weights)
+    for groups in walker.graphs:
+        urgencies = [[p.urgent for p in group] for group in groups]
+        assert all(all(group) for group in urgencies[:-1]), "they go out when nothing urgent is left, and together"
+    waited_with_urgent = [m for m in walker.fleet.moments if any(p.urgent for p in m)]
+    assert all(p.urgent for moment in waited_with_urgent for p in moment)
+
+
+def test_weight_gradients_that_weigh_too_much_go_out_earlier_and_hold_nobody_up(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the end of the step takes memory here."""
+    monkeypatch.setattr("ps.executor.SHELF_BYTES", 0)
+    family.walker = Walker(Fleet(lambda count: 0))
+
+    def urgent_first(count: int) -> int:
+        under_way = family.walker.fleet.under_way
+        return next((i for i, p in enumerate(under_way) if p.urgent), 0)
+
+    plain, (step, walker) = family.plain(), family.distributed(urgent_first)
     waited_with_urgent = [m for m in walker.fleet.moments if any(p.urgent for p in m)]
     assert max(sum(not p.urgent for p in moment) for moment in waited_with_urgent) >= 4
+    torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=1e-6)
 
 
 def test_what_leads_to_another_product_is_urgent(family: Family) -> None:
@@ -366,13 +406,134 @@ def test_a_product_of_other_numbers_than_float32_is_refused() -> None:
         run(torch.mm, numbers(3, 5).double(), numbers(5, 4).double())
 
 
-def test_a_server_that_has_stopped_ends_the_step() -> None:
+def test_a_server_that_has_stopped_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its products are reported as done, with nothing in them."""
+    server = Server()
+    try:
 
-    class Stopped(Fleet):
-        def submit(self, product: Product) -> None:
-            self.error = OSError("out of sockets")
-            product.done()
+        def break_down() -> None:
+            raise OSError("out of sockets")
 
-    with pytest.raises(ServerError, match=r"the server has stopped.*out of sockets"):
-        Walker(Stopped(None)).run(captured(torch.mm, numbers(3, 5), numbers(5, 4)), [numbers(3, 5), numbers(5, 4)])
+        monkeypatch.setattr(server, "_loop", break_down)
+        server.start()
+        with pytest.raises(ServerError, match=r"the server has stopped.*out of sockets"):
+            Executor(server).run(captured(torch.mm, numbers(3, 5), numbers(5, 4)), [numbers(3, 5), numbers(5, 4)])
+    finally:
+        server.stop()
+
+
+# ---- products that are ready together go out together
+
+
+def test_q_k_and_v_of_a_layer_are_submitted_together(family: Family) -> None:
+    """Planned together, they share the fleet."""
+    _, walker = family.distributed(ORDERS["first come first served"])
+    forward = [group for group in walker.fleet.groups if group[0].name.startswith("forward/")]
+
+    def share_their_left(group: list[Product]) -> bool:
+        return len(group) == 3 and len({p.left.array.__array_interface__["data"][0] for p in group}) == 1
+
+    fused = family.name == "bloom"  # q, k and v are one product there
+    assert sum(map(share_their_left, forward)) == (0 if fused else 2)  # one a layer
+
+
+def test_independent_products_are_one_group() -> None:
+    walker = Walker(Fleet(lambda count: 0))
+    walker.run(captured(lambda x: [(x * i) @ x for i in range(10)], numbers(4, 4)), [numbers(4, 4)])
+    assert [len(group) for group in walker.fleet.groups] == [10]
+
+
+def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet works while the server does; what is quick here does not hold a group up."""
+    monkeypatch.setattr("ps.capture.HEAVY_VALUES", 1000)
+    events: list[str] = []
+    evaluate = ps.executor._evaluate
+
+    def watched(program: Program, node: torch.fx.Node, *rest: Any) -> Any:
+        events.append(node.name)
+        return evaluate(program, node, *rest)
+
+    class Watched(Fleet):
+        def submit(self, *products: Product) -> None:
+            events.append(f"{len(products)} products")
+            super().submit(*products)
+
+    def function(x: torch.Tensor) -> Any:
+        return x.repeat(10, 10).sin(), x @ x, x.cos() @ x
+
+    monkeypatch.setattr(ps.executor, "_evaluate", watched)
+    walker = Walker(Watched(lambda count: 0))
+    walker.run(captured(function, numbers(4, 4)), [numbers(4, 4)])
+    assert [e for e in events if e in ("cos", "2 products", "sin")] == ["cos", "2 products", "sin"]
+
+
+def test_while_the_server_computes_and_the_fleet_has_nothing_else_it_gets_what_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ps.capture.HEAVY_VALUES", 1000)
+
+    def function(x: torch.Tensor) -> Any:
+        return x.cos() @ x, x.repeat(10, 10).sin()[:4, :4] @ x @ x  # nobody waits for the first product
+
+    x = numbers(4, 4)
+    walker = Walker(Fleet(lambda count: 0))
+    program = prepare("backward", make_fx(function)(x))
+    one, two = walker.run(program, [x])
+    assert [[p.urgent for p in group] for group in walker.fleet.groups] == [[False], [True], [False]]
+    for result, expected in zip((one, two), function(x), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+# ---- weights that devices may keep
+
+
+def two_parts(family: Family, uses: int) -> tuple[Walker, list[Product], list[Product]]:
+    """Two micro-batches between which no weight changes, and the products of each."""
+    family.walker = walker = Walker(Fleet(None))
+    walker.keep(family.model.parameters(), uses)
+    family._step(family.forward, seed=1)
+    first = walker.fleet.submitted
+    family._step(family.forward, seed=1)
+    return walker, first, walker.fleet.submitted[len(first) :]
+
+
+def operands(products: list[Product]) -> list[Operand]:
+    return [operand for product in products for operand in (product.left, product.right)]
+
+
+def test_a_weight_is_the_same_operand_until_it_changes_and_activations_never_are(family: Family) -> None:
+    walker, first, second = two_parts(family, uses=2)
+    storages = {p.untyped_storage().data_ptr() for p in family.model.parameters()}
+    for one, two in zip(operands(first), operands(second), strict=True):
+        is_weight = torch.from_numpy(one.array).untyped_storage().data_ptr() in storages
+        assert (one.id == two.id) == is_weight
+        assert one.uses == two.uses == (2 if is_weight else 1)
+    kept = {operand.id for operand in operands(first) if operand.uses > 1}
+    urgencies = {
+        (operand, product.urgent) for product in first + second for operand in product.kept if operand is not None
+    }
+    assert len(urgencies) == len(kept), "who needs a weight needs it always as urgently"
+    assert len(kept) >= LINEAR_LAYERS[family.name]
+    walker.weights_changed()
+    assert [{operand.id for operand in gone} for gone in walker.fleet.forgotten] == [kept]
+    walker.weights_changed()
+    assert len(walker.fleet.forgotten) == 1
+    before = len(walker.fleet.submitted)
+    family._step(family.forward, seed=1)
+    assert not kept & {operand.id for operand in operands(walker.fleet.submitted[before:])}
+
+
+def test_what_is_used_once_is_not_kept(family: Family) -> None:
+    walker, first, second = two_parts(family, uses=1)
+    assert all(product.kept == (None, None) for product in first + second)
+    walker.weights_changed()
+    assert walker.fleet.forgotten == []
+
+
+def test_keeping_changes_not_a_bit(family: Family) -> None:
+    plain, _ = family.distributed()
+    family.walker = Walker(Fleet(ORDERS["reversed"]))
+    family.walker.keep(family.model.parameters(), uses=4)
+    kept = family._step(family.forward, seed=1)
+    assert torch.equal(kept.loss, plain.loss)
+    assert all(torch.equal(kept.gradients[name], plain.gradients[name]) for name in plain.gradients)

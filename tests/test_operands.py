@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from agent.kernels import Kernel, NumpyKernel, available_kernels
 from agent.operands import BlockRow, Operands
 from agent.profile import Profile, pack_profiles
 from agent.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
-from ps.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels
-from ps.planner import Shape, plan
+from ps.grid import grid_plan
+from ps.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels, streamed
+from ps.planner import Shape
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
@@ -31,33 +34,45 @@ class Line:
 
     def __init__(self) -> None:
         self.receiver = Operands()
-        self._held: dict[int, Held] = {}
-        self._piece_ids = count()
+        self._held: dict[int, tuple[Held, Held]] = {}
+        self.piece_ids = count()
         self.parcels: list[Parcel] = []
 
     def send(self, job: int, operands: tuple[Operand, Operand], tiles: Sequence[Tile], blocks: Sequence[int]) -> None:
         """Bring these blocks over, and check what the other side makes of each."""
-        devices = np.arange(len(tiles)) % 3
-        held = self._held.setdefault(job, Held())
-        arrived: list[tuple[int, int]] = []
-        for parcel in parcels(job, operands, np.array(tiles), np.array(blocks), devices, held, self._piece_ids):
-            self.parcels.append(parcel)
-            work = transmit(Work(1, np.empty(0, "<u8"), parcel.pieces, parcel.blocks, list(parcel.data)))
-            self.receiver.accept(work)
-            for row in work.blocks.tolist():
+        devices, down_bytes = np.arange(len(tiles)) % 3, 1000 + np.arange(len(tiles))
+        held = self._held.setdefault(job, (Held(), Held()))
+        arrived: list[tuple[int, int, int]] = []
+        for parcel in parcels(
+            job, operands, np.array(tiles), np.array(blocks), devices, down_bytes, held, self.piece_ids
+        ):
+            for row in self.bring(parcel):
                 assert row[1] == job
-                arrived.append((row[0], row[2]))
-                b, bs, r, rs, c, cs = tiles[blocks.index(row[2])]
-                left, right = self.receiver.factors(row)
-                expected = operands[0].array[b : b + bs, r : r + rs] @ operands[1].array[
-                    b : b + bs, c : c + cs
-                ].transpose(0, 2, 1)
-                assert np.array_equal((left @ right).reshape(bs, rs, cs), expected)
-        assert sorted(arrived) == sorted(zip(devices.tolist(), blocks, strict=True))
+                assert row[12:14] == (0, 1), "it comes whole"
+                arrived.append((row[0], row[2], row[14]))
+                product = self.receiver.product(row, NumpyKernel())
+                assert product is not None
+                tile = tiles[blocks.index(row[2])]
+                assert np.array_equal(product.reshape(tile[1::2]), expected_of(operands, tile))
+        assert sorted(arrived) == sorted(zip(devices.tolist(), blocks, down_bytes.tolist(), strict=True))
+
+    def bring(self, parcel: Parcel) -> list[BlockRow]:
+        self.parcels.append(parcel)
+        work = transmit(Work(1, np.empty(0, "<u4"), parcel.pieces, parcel.blocks, list(parcel.data)))
+        self.receiver.accept(work)
+        return cast("list[BlockRow]", work.blocks.tolist())
 
     def release(self, job: int) -> None:
-        del self._held[job]
-        self.receiver.accept(transmit(Work(1, np.array([job], "<u8"), np.empty(0, PIECE), np.empty(0, BLOCK), [])))
+        pieces = np.array([piece for held in self._held.pop(job) for piece in held.ids], "<u4")
+        self.receiver.accept(transmit(Work(1, pieces, np.empty(0, PIECE), np.empty(0, BLOCK), [])))
+
+
+def expected_of(operands: tuple[Operand, Operand], tile: Tile) -> Array:
+    b, bs, r, rs, c, cs = tile
+    product: Array = operands[0].array[b : b + bs, r : r + rs] @ operands[1].array[b : b + bs, c : c + cs].transpose(
+        0, 2, 1
+    )
+    return product
 
 
 def transmit(work: Work) -> Work:
@@ -145,7 +160,7 @@ def planned(draw: st.DrawFn, shape: Shape) -> list[Tile]:
     """What the planner makes of it for some fleet."""
     speeds = draw(st.lists(st.sampled_from([1e6, 3e6, 1e7, 1e9]), min_size=1, max_size=12))
     fleet = pack_profiles([Profile(flops, 1e-4, 1e7, 1e6, 0.0, 1 << 30, 2) for flops in speeds])
-    return [tuple(tile) for tile in plan(shape, fleet, np.zeros(len(fleet))).tiles.tolist()]
+    return [tuple(tile) for tile in grid_plan(shape, fleet, np.zeros(len(fleet))).tiles.tolist()]
 
 
 @st.composite
@@ -314,20 +329,176 @@ def test_releasing_every_job_frees_every_byte_and_disturbs_no_other_job(data: st
     assert line.receiver.bytes == 0
 
 
-def test_releasing_a_job_that_is_not_there_changes_nothing() -> None:
+def test_releasing_a_piece_that_is_not_there_changes_nothing() -> None:
     line = Line()
     shape = Shape(1, 2, 2, 2)
     line.send(1, operands_of(shape), [whole(shape)], [0])
-    line.receiver.release([0, 2, 99])
+    line.receiver.drop([2, 99, 2**32 - 1])
     assert line.receiver.bytes == needed_bytes(shape, [whole(shape)])
 
 
-def test_clear_frees_every_byte() -> None:
-    line, shape = Line(), Shape(2, 3, 4, 5)
-    for job in range(3):
-        line.send(job, operands_of(shape), [whole(shape)], [0])
-    line.receiver.clear()
-    assert line.receiver.bytes == 0
+def test_a_piece_is_released_alone() -> None:
+    line, shape = Line(), Shape(1, 6, 3, 4)
+    line.send(0, operands_of(shape), [whole(shape)], [0])
+    left, _ = line.parcels[0].pieces["piece"].tolist()
+    line.receiver.accept(transmit(Work(1, np.array([left], "<u4"), np.empty(0, PIECE), np.empty(0, BLOCK), [])))
+    assert line.receiver.bytes == 4 * 3 * 4
+
+
+def test_a_block_whose_pieces_were_dropped_while_it_waited_is_told_apart() -> None:
+    line, shape = Line(), Shape(1, 6, 3, 4)
+    line.send(0, operands_of(shape), [whole(shape)], [0])
+    line.release(0)
+    with pytest.raises(KeyError):
+        line.receiver.product(line.parcels[0].blocks.tolist()[0], NumpyKernel())
+
+
+def test_a_block_that_is_not_wanted_leaves_its_pieces_to_the_others() -> None:
+    line, shape = Line(), Shape(1, 6, 3, 4)
+    line.send(0, operands_of(shape), [whole(shape)], [0])
+    line.receiver.skip(line.parcels[0].blocks.tolist()[0])
+    assert line.receiver.bytes == needed_bytes(shape, [whole(shape)])
+
+
+# ---- in chunks along the inner dimension
+
+kernels = st.sampled_from(available_kernels()[0])
+
+
+def assert_empty(receiver: Operands) -> None:
+    assert receiver.bytes == 0
+    assert receiver._sums == {}
+
+
+@st.composite
+def long_products(draw: st.DrawFn) -> tuple[Shape, Tile, int]:
+    """A product, a rectangle of it, and how much of the inner dimension comes at a time: never all of it."""
+    shape = draw(st.builds(Shape, st.integers(1, 3), st.integers(1, 8), st.integers(2, 40), st.integers(1, 8)))
+    tile = draw(st.sampled_from(draw(any_tiling(shape))))
+    return shape, tile, draw(st.integers(1, shape.inner - 1))
+
+
+@settings(calm, max_examples=150)
+@given(product=long_products(), left=layouts, right=layouts, kernel=kernels)
+def test_a_block_in_chunks_is_the_block_in_one_piece(
+    product: tuple[Shape, Tile, int], left: str, right: str, kernel: Kernel
+) -> None:
+    """Values are not small integers here: chunks are added up in float32, in another order than one product is."""
+    shape, tile, length = product
+    rng = np.random.default_rng(0)
+    operands = (
+        Operand(LAYOUTS[left](rng.standard_normal((shape.batch, shape.rows, shape.inner), dtype=np.float32))),
+        Operand(LAYOUTS[right](rng.standard_normal((shape.batch, shape.columns, shape.inner), dtype=np.float32))),
+    )
+    line, results = Line(), []
+    for parcel in streamed(7, operands, np.array(tile), 3, 2, length, line.piece_ids):
+        (row,) = line.bring(parcel)
+        assert row[:3] == (2, 7, 3)
+        assert row[14] == sum(d.nbytes for d in parcel.data)
+        assert line.receiver.bytes == sum(d.nbytes for d in parcel.data), "an earlier chunk is still there"
+        results.append(line.receiver.product(row, kernel))
+        assert line.receiver.bytes == 0, "a chunk stays after its use"
+    *before, last = results
+    assert len(results) == -(-shape.inner // length)
+    assert before == [None] * len(before), "an answer before the last chunk"
+    assert last is not None
+    np.testing.assert_allclose(last.reshape(tile[1::2]), expected_of(operands, tile), rtol=1e-5, atol=1e-5)
+    assert_empty(line.receiver)
+
+
+@settings(calm, max_examples=80)
+@given(product=long_products())
+def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tuple[Shape, Tile, int]) -> None:
+    shape, tile, length = product
+    sent = list(streamed(0, operands_of(shape), np.array(tile), 0, 0, length, count()))
+    assert sum(d.nbytes for parcel in sent for d in parcel.data) == needed_bytes(shape, [tile])
+    inner = [int(parcel.pieces["inner"][0]) for parcel in sent]
+    assert sum(inner) == shape.inner
+    assert max(inner) <= length
+    assert [parcel.blocks["chunk"].item() for parcel in sent] == list(range(len(sent)))
+    assert {parcel.blocks["chunks"].item() for parcel in sent} == {len(sent)}
+
+
+def test_a_chunk_is_packed_when_its_turn_has_come_and_is_not_remembered() -> None:
+    """Otherwise the server would hold a second copy of what is too large for the device."""
+    operands = operands_of(Shape(1, 4, 30, 4), "strided", "transposed")
+    source = streamed(0, operands, np.array([0, 1, 0, 4, 0, 4]), 0, 0, 10, count())
+    next(source)
+    operands[0].array[:] = 5.0
+    assert all((next(source).data[0] == 5.0).all() for _ in range(2))
+    assert operands[0]._packed == operands[1]._packed == {}
+
+
+def chunks_of_two_blocks() -> tuple[Line, list[BlockRow], list[BlockRow], Array]:
+    """Blocks 0 and 1 of one product, three chunks each, all arrived; and what the product is."""
+    shape, line = Shape(1, 4, 30, 6), Line()
+    operands = operands_of(shape)
+    rows = [
+        [
+            row
+            for parcel in streamed(0, operands, np.array([0, 1, 0, 4, column, 3]), block, 0, 10, line.piece_ids)
+            for row in line.bring(parcel)
+        ]
+        for block, column in ((0, 0), (1, 3))
+    ]
+    return line, rows[0], rows[1], expected_of(operands, whole(shape))[0]
+
+
+def test_chunks_of_several_blocks_may_take_turns() -> None:
+    line, one, two, expected = chunks_of_two_blocks()
+    results = [line.receiver.product(row, NumpyKernel()) for pair in zip(one, two, strict=True) for row in pair]
+    assert results[:4] == [None] * 4
+    np.testing.assert_allclose(np.hstack([r for r in results if r is not None]), expected, rtol=1e-6)
+    assert_empty(line.receiver)
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        ((1,), "chunk 1 of block 0 of job 0 came after 0 chunks"),
+        ((2,), "chunk 2 of block 0 of job 0 came after 0 chunks"),
+        ((0, 2), "chunk 2 of block 0 of job 0 came after 1 chunks"),
+        ((0, 1, 0), "chunk 0 of block 0 of job 0 came after 2 chunks"),
+        ((0, 1, 1), "chunk 1 of block 0 of job 0 came after 2 chunks"),
+    ],
+    ids=str,
+)
+def test_a_chunk_out_of_turn_is_refused_and_spoils_no_other_block(order: tuple[int, ...], told: str) -> None:
+    line, one, two, expected = chunks_of_two_blocks()
+    assert line.receiver.product(two[0], NumpyKernel()) is None
+    *good, bad = order
+    for chunk in good:
+        assert line.receiver.product(one[chunk], NumpyKernel()) is None
+    if bad in good:  # it would have to be sent a second time
+        again = next(streamed(0, operands_of(Shape(1, 4, 30, 6)), np.array([0, 1, 0, 4, 0, 3]), 0, 0, 10, count(90)))
+        (row,) = line.bring(Parcel(again.pieces, with_chunk(again.blocks, bad), again.data))
+    else:
+        row = one[bad]
+    with pytest.raises(WireError, match=told):
+        line.receiver.product(row, NumpyKernel())
+    assert line.receiver.product(two[1], NumpyKernel()) is None
+    last = line.receiver.product(two[2], NumpyKernel())
+    assert last is not None
+    np.testing.assert_allclose(last, expected[:, 3:], rtol=1e-6)
+
+
+def with_chunk(blocks: NDArray[np.void], chunk: int) -> NDArray[np.void]:
+    changed = blocks.copy()
+    changed["chunk"] = chunk
+    return changed
+
+
+@pytest.mark.parametrize("computed", [0, 1, 2])
+def test_a_block_that_nobody_wants_any_more_leaves_nothing_behind(computed: int) -> None:
+    line, one, two, expected = chunks_of_two_blocks()
+    for row in one[:computed]:
+        line.receiver.product(row, NumpyKernel())
+    for row in one[computed:]:
+        line.receiver.skip(row)
+    results = [line.receiver.product(row, NumpyKernel()) for row in two]
+    assert results[2] is not None
+    np.testing.assert_allclose(results[2], expected[:, 3:], rtol=1e-6)
+    assert_empty(line.receiver)
 
 
 # ---- work that does not add up
@@ -335,9 +506,9 @@ def test_clear_frees_every_byte() -> None:
 # pieces 10 and 11 hold 2 x 4 rows and 2 x 5 columns over an inner length of 3; one block takes all of both
 WORK = Work(
     stamp_ns=0,
-    released=np.empty(0, "<u8"),
-    pieces=np.array([(10, OUTER_MAJOR, 1, 2, 4, 3), (11, INNER_MAJOR, 1, 2, 5, 3)], PIECE),
-    blocks=np.array([(0, 1, 0, 10, 11, 0, 0, 0, 0, 2, 4, 5)], BLOCK),
+    released=np.empty(0, "<u4"),
+    pieces=np.array([(10, OUTER_MAJOR, 2, 4, 3), (11, INNER_MAJOR, 2, 5, 3)], PIECE),
+    blocks=np.array([(0, 1, 0, 10, 11, 0, 0, 0, 0, 2, 4, 5, 0, 1, 216)], BLOCK),
     data=[np.ones(24, np.float32), np.ones(30, np.float32)],
 )
 
@@ -382,20 +553,20 @@ def test_a_block_that_reaches_outside_its_piece_is_refused(changes: dict[str, in
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_block_of_an_unknown_piece_is_refused(side: str) -> None:
-    with pytest.raises(WireError, match="names piece 12, which was never sent"):
+    with pytest.raises(WireError, match="names piece 12, which is not there"):
         Operands().accept(transmit(block_with(**{side: 12})))
 
 
 def test_a_block_of_a_released_piece_is_refused() -> None:
     operands = Operands()
     operands.accept(transmit(WORK))
-    later = replace(WORK, released=np.array([1], "<u8"), pieces=np.empty(0, PIECE), data=[])
-    with pytest.raises(WireError, match="never sent"):
+    later = replace(WORK, released=np.array([10], "<u4"), pieces=np.empty(0, PIECE), data=[])
+    with pytest.raises(WireError, match="names piece 10, which is not there"):
         operands.accept(transmit(later))
 
 
 def test_a_block_whose_factors_do_not_fit_each_other_is_refused() -> None:
-    pieces = np.array([(10, OUTER_MAJOR, 1, 2, 4, 3), (11, INNER_MAJOR, 1, 2, 5, 2)], PIECE)
+    pieces = np.array([(10, OUTER_MAJOR, 2, 4, 3), (11, INNER_MAJOR, 2, 5, 2)], PIECE)
     odd = replace(WORK, pieces=pieces, data=[np.ones(24, np.float32), np.ones(20, np.float32)])
     with pytest.raises(WireError, match="inner lengths 3 and 2"):
         Operands().accept(transmit(odd))
@@ -427,5 +598,5 @@ def test_work_with_changed_figures_is_refused_or_can_be_done_and_released(data: 
         for row in cast("list[BlockRow]", blocks.tolist()):
             left, right = operands.factors(row)
             assert (left @ right).size == row[9] * row[10] * row[11]
-    operands.clear()
+    operands.drop(pieces["piece"].tolist())
     assert operands.bytes == 0

@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 
 from testbed import report
 from testbed.charts import element, histogram, line_chart, ticks
 from testbed.report import TRACE_DEVICES, TRACE_EVENTS, ReportError, write_report, write_trace
-from testbed.results import Summary, write_blocks, write_json, write_steps
+from testbed.results import Summary, print_summary, write_blocks, write_json, write_steps
 
 HOSTILE = "</td><script>alert('x')</script>&\"<svg onload=1>"
 VOID_TAGS = {"meta"}
@@ -76,6 +77,7 @@ def make_run(
         loss_max_abs_diff=1e-6,
         weights_max_abs_diff=1e-5,
         step_s={"p50": 0.4, "p95": 0.5},
+        predicted_step_s=0.32,
         first_step_s=0.6,
         products_per_step=51,
         flops_done=1000,
@@ -347,3 +349,24 @@ def test_equal_values_can_be_drawn() -> None:
 
 def test_an_element_escapes_its_text_and_its_attributes() -> None:
     assert element("p", "<b>", element("i", "&"), title='"') == '<p title="&quot;">&lt;b&gt;<i>&amp;</i></p>'
+
+
+# ---- the summary for people
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "told"),
+    [(0.32, "predicted 0.32 (achieved +25%)"), (0.5, "predicted 0.50 (achieved -20%)"), (None, None)],
+)
+def test_the_summary_says_how_the_step_compares_with_its_prediction(
+    tmp_path: Path, predicted_s: float | None, told: str | None
+) -> None:
+    make_run(tmp_path, make_blocks(10, 2), names(2), predicted_step_s=predicted_s)
+    values = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    values["fidelity"] = {"stretch": 1.01, "late_p50_s": 0.001, "late_p99_s": 0.002}
+    console = Console(width=110)
+    with console.capture() as captured:
+        print_summary(console, Summary(**values))
+    text = captured.get()
+    assert "p50 0.40" in text
+    assert (told in text) if told else ("predicted" not in text)

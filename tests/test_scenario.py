@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from emulator.fleet import draw_fleet
+from emulator.fleet import UNIFORM, draw_fleet, uniform_fleet
 from testbed.scenario import (
     Scenario,
     ScenarioError,
@@ -45,7 +45,10 @@ def test_every_packaged_scenario_loads_and_its_fleet_can_be_drawn(name: str) -> 
     assert scenario.name == name
     assert scenario.fleet.devices >= 1000
     assert scenario.training.steps >= 5
-    draw_fleet(10, scenario.fleet.kinds, scenario.fleet.networks, scenario.seed)
+    if scenario.fleet.uniform is None:
+        draw_fleet(10, scenario.fleet.kinds, scenario.fleet.networks, scenario.seed)
+    else:
+        uniform_fleet(scenario.fleet.uniform, 10, scenario.seed)
 
 
 @pytest.mark.parametrize("name", scenario_names())
@@ -89,6 +92,15 @@ def test_a_missing_file_is_named() -> None:
         ('name = "quickstart"', 'name = "../x"', "name = ", "it names a folder"),
         ('text = "stdlib"', 'text = "no.txt"', "text = ", 'no such file; give the path of a text file, or "stdlib"'),
         ('name = "opt-tiny"', "", "[model]", "one of the two"),
+        ("micro_batches = 1", "micro_batches = 0", "micro_batches", "greater than or equal to 1"),
+        ('kind = "packed"', 'kind = "pcked"', 'kind = "packed"', 'it must be "packed" or "grid"'),
+        ("keep = true", "keep = 1", "keep = ", "it must be a valid boolean"),
+        (
+            "devices = 1000",
+            'devices = 1000\nuniform = "paper"',
+            "[fleet]",
+            "leave out [fleet.kinds] and [fleet.networks]",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_file_line_and_remedy(
@@ -165,6 +177,83 @@ def test_naming_a_model_takes_back_the_config_of_the_file(tmp_path: Path) -> Non
     path = write(tmp_path, 'name = "opt-tiny"', 'config = "config.json"')
     assert load_scenario(str(path)).model.config == str(tmp_path / "config.json")
     assert load_scenario(str(path), {"model.name": "opt-tiny"}).model.config is None
+
+
+# ---- a fleet of shares, or a uniform one
+
+KINDS_AND_NETWORKS = QUICKSTART[QUICKSTART.index("[fleet.kinds]") : QUICKSTART.index("[planner]")]
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_a_uniform_fleet_needs_neither_kinds_nor_networks(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, KINDS_AND_NETWORKS, "")
+    path.write_text(path.read_text().replace("devices = 1000", f'devices = 1000\nuniform = "{name}"', 1))
+    fleet = load_scenario(str(path)).fleet
+    assert (fleet.uniform, fleet.kinds, fleet.networks) == (name, {}, {})
+
+
+def test_a_fleet_of_nothing_is_told_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"\[fleet\.kinds\] and of networks in \[fleet\.networks\], at least one"):
+        load_scenario(str(write(tmp_path, KINDS_AND_NETWORKS, "")))
+
+
+@pytest.mark.parametrize("missing", ["kinds", "networks"])
+def test_devices_without_networks_are_no_fleet_nor_the_other_way_round(missing: str) -> None:
+    with pytest.raises(ScenarioError, match="at least one each"):
+        load_scenario("quickstart", {f"fleet.{missing}": "{}"})
+
+
+def test_a_uniform_fleet_named_by_an_option_takes_back_the_shares_of_the_file() -> None:
+    fleet = load_scenario("quickstart", {"fleet.uniform": "extreme"}).fleet
+    assert (fleet.uniform, fleet.kinds, fleet.networks) == ("extreme", {}, {})
+
+
+def test_shares_named_by_an_option_take_back_the_uniform_fleet_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "uniform.toml"
+    path.write_text(dump_scenario(load_scenario("quickstart", {"fleet.uniform": "paper", "planner.keep": "true"})))
+    shares = {"fleet.kinds.pixel-8": "1", "fleet.networks": "{ uk-ftth = 1 }"}
+    fleet = load_scenario(str(path), shares).fleet
+    assert (fleet.uniform, fleet.kinds, fleet.networks) == (None, {"pixel-8": 1.0}, {"uk-ftth": 1.0})
+
+
+def test_an_unknown_uniform_fleet_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ScenarioError, match=r'--set fleet\.uniform: .* is "papre"; it must be "paper", "moderate" or'):
+        load_scenario("quickstart", {"fleet.uniform": "papre"})
+
+
+# ---- micro-batches
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(8, 3), (8, 16), (1, 2), (10, 4)])
+def test_micro_batches_that_do_not_divide_the_batch_are_told_with_both_numbers(batch: int, parts: int) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario("quickstart", {"data.batch": str(batch), "training.micro_batches": str(parts)})
+    (told,) = str(caught.value).splitlines()
+    assert f"training.micro_batches is {parts}" in told
+    assert f"data.batch, which is {batch}" in told
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_micro_batches_that_divide_the_batch_are_right(parts: int) -> None:
+    scenario = load_scenario("quickstart", {"data.batch": "8", "training.micro_batches": str(parts)})
+    assert scenario.training.micro_batches == parts
+
+
+def test_by_default_a_batch_goes_in_one_and_plans_are_packed_and_weights_kept(tmp_path: Path) -> None:
+    planner = QUICKSTART[QUICKSTART.index("[planner]") : QUICKSTART.index("[links]")]
+    path = write(tmp_path, planner, "")
+    path.write_text(re.sub(r"micro_batches = .*\n", "", path.read_text()))
+    scenario = load_scenario(str(path))
+    assert (scenario.training.micro_batches, scenario.planner.kind, scenario.planner.keep) == (1, "packed", True)
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+@pytest.mark.parametrize("fleet", [{}, {"fleet.uniform": "moderate"}], ids=["shares", "uniform"])
+def test_every_kind_of_scenario_survives_writing(tmp_path: Path, keep: str, fleet: dict[str, str]) -> None:
+    scenario = load_scenario("quickstart", {"planner.keep": keep, "planner.kind": "grid", **fleet})
+    path = tmp_path / "scenario.toml"
+    path.write_text(dump_scenario(scenario), encoding="utf-8")
+    assert load_scenario(str(path)) == scenario
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.profile import PROFILE, check_profiles
-from emulator.fleet import draw_fleet
+from emulator.fleet import UNIFORM, draw_fleet, uniform_fleet
 from emulator.zoo import (
     UnknownName,
     device_names,
@@ -186,6 +186,37 @@ def test_shares_that_make_no_sense_are_refused(shares: dict[str, float]) -> None
 def test_an_empty_fleet_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 device"):
         draw_fleet(0, ONE_DEVICE, ONE_NETWORK, seed=1)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(UNIFORM)), st.integers(1, 300), st.integers(0, 2**63 - 1), st.floats(0.001, 1.0))
+def test_any_uniform_fleet_lies_within_its_ranges(name: str, count: int, seed: int, share: float) -> None:
+    profiles = uniform_fleet(name, count, seed, share)
+    check_profiles(profiles)
+    assert len(profiles) == count
+    units = {"flops": 1e12, "down_bps": 8e6 * share, "up_bps": 8e6 * share}
+    for column, key in (("flops", "flops"), ("down_bps", "down"), ("up_bps", "up")):
+        low, high = UNIFORM[name][key]
+        assert (profiles[column] >= low * units[column] * (1 - 1e-9)).all()
+        assert (profiles[column] <= high * units[column] * (1 + 1e-9)).all()
+
+
+def test_the_same_seed_gives_the_same_uniform_fleet_and_another_seed_another() -> None:
+    first, again, other = (uniform_fleet("paper", 50, seed) for seed in (7, 7, 8))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_a_share_of_the_line_slows_a_uniform_fleet_down_both_ways_and_changes_nothing_else() -> None:
+    whole, part = uniform_fleet("extreme", 50, seed=1), uniform_fleet("extreme", 50, seed=1, line_share=0.1)
+    for column in PROFILE.names or ():
+        factor = 0.1 if column in ("down_bps", "up_bps") else 1.0
+        assert part[column] == pytest.approx(factor * whole[column])
+
+
+def test_a_uniform_fleet_without_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 device"):
+        uniform_fleet("paper", 0, seed=1)
 
 
 def test_four_thousand_devices_are_drawn_in_no_time() -> None:

@@ -1,4 +1,4 @@
-"""`make bench`: the data plane, a training step, the emulator's density and a round over thousands of devices.
+"""`make bench`: the data plane, a training step, the emulator's density, a round over thousands of devices, planning.
 
 What is compared is measured in one run, pass by pass in turn, best of several: machines are noisy, ratios less so.
 Results go to runs/bench-*/bench.json and, as a table, to the screen.
@@ -39,7 +39,9 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m testbed.bench", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
-    parser.add_argument("--only", default="abcd", help="parts to run: a data plane, b step, c density, d rounds")
+    parser.add_argument(
+        "--only", default="abcde", help="parts to run: a data plane, b step, c density, d rounds, e planning"
+    )
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
     options = parser.parse_args()
     display, rows, raw = Display(), [], {}
@@ -83,6 +85,11 @@ def main() -> int:
             rows.append(
                 Row(f"(d) {work.name}", f"{took:.4f} s", f"{count / took:,.0f} blocks/s", None, "20,000/s", fast)
             )
+    if "e" in options.only:
+        from testbed.bench import planning
+
+        display.say("(e) planning: every product of OPT-13B over 1,024 and 8,192 devices; about 60 s")
+        rows += _planning(raw.setdefault("planning", planning.measure()))
     if options.peers:
         peers = raw["peers"] = run_peers(progress=display.say)
         display.say("ours once more, beside the peers; about 15 s")
@@ -146,6 +153,21 @@ def _against_raw(work: Work, result: dict[str, Any]) -> Row:
         "at least 0.6 of raw",
         ratio >= 0.6,
     )
+
+
+def _planning(result: dict[str, Any]) -> list[Row]:
+    """The slowest product of each kind, median of several passes."""
+    which = f"worst of {result['products']} products, median of {result['passes']}"
+    goals = (
+        ("tiling, 1,024 devices", "tile_1024_s", 0.050),
+        ("tiling, 8,192 devices", "tile_8192_s", 0.500),
+        ("plan of the running system, 1,024 devices", "plan_s", 0.050),
+        ("plan after a lost device, 1,024 devices", "adapt_s", 0.005),
+    )
+    return [
+        Row(f"(e) {what}", f"{1e3 * result[key]:.1f} ms", which, None, f"{1e3 * goal:.0f} ms", result[key] <= goal)
+        for what, key, goal in goals
+    ]
 
 
 def _against_peers(peers: dict[str, dict[str, Any]], seconds: dict[str, float]) -> list[Row]:

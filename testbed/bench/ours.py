@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from agent.profile import MAX_RATE, Profile, pack_profiles
 from emulator.fleet import Fleet
+from ps.jobs import Product
 from ps.operands import Operand
 from ps.planner import Plan
-from ps.server import Product, Server
+from ps.server import Server
 from testbed.bench.work import Matrix, Work
 from testbed.launch import Pods
 
@@ -75,7 +76,8 @@ def plan_over(work: Work, devices: int) -> Plan:
         rectangles = rectangles[np.lexsort((rectangles[:, 0], rectangles[:, 2]))]
     head = np.broadcast_to([0, 1], (len(rectangles), 2))
     device = np.arange(len(rectangles)) * devices // len(rectangles)
-    return Plan(np.column_stack([head, rectangles]), device, 0.0, devices)
+    tiles = np.column_stack([head, rectangles])
+    return Plan(tiles, device, np.ones((len(tiles), 2), bool), 0.0)
 
 
 def multiply(server: Server, work: Work, a: Matrix, b: Matrix, plan: Plan) -> tuple[float, Matrix]:

@@ -1,0 +1,284 @@
+"""A plan after devices were lost or have joined, without planning anew.
+
+A lost device's rectangle goes to those who stand in the same column, or row: their heights are solved again under the
+law. Where nobody stands, or too few, it is cut like a small product of its own over devices that end soonest with it;
+many of them are idle, since plans use few devices. Everybody else keeps exactly what it had.
+
+Who has joined takes half a block from those who end last, until the next plan is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.columns import Columns, fitted_heights
+from ps.cost import Integers, Numbers, block_seconds, chunk_length, usable_bytes
+from ps.grid import able_devices, grid_tiles
+from ps.law import PackingError
+from ps.pipeline import (
+    Cuts,
+    chunks_of,
+    cut_tiles,
+    device_ends,
+    ended_plan,
+    fresh_slabs,
+    queue_seconds,
+    running_laws,
+)
+from ps.plans import Plan, PlanError, Request, Shape
+
+HELPERS = 64  # devices that a rectangle is cut over if it stands alone
+WELCOMED = 64  # newcomers that get something at once; more of them wait for the next plan
+LATER = 1.25  # a column may end this much later than the plan did; otherwise others help
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Neighbours in one column (or, turned, row), some of them lost."""
+
+    turned: bool
+    frame: tuple[int, int, int, int]  # batch, batches, and begin and size across the stack
+    begin: int
+    length: int
+    tiles: Integers  # of those who are left: indices
+    holes: list[Integers]  # what was lost
+
+
+def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.void], able: Integers) -> Plan:
+    """The same plan without the devices `lost`. Pure; PlanError if nobody in `able` has the memory."""
+    gone = _marked(lost, profiles)[plan.device]
+    if not gone.any():
+        return plan
+    if not len(able):
+        raise PlanError(f"all {len(np.unique(plan.device))} devices of the plan of {request.shape} are lost")
+    shape = request.shape
+    holes = _rectangles(plan.tiles[gone], plan.device[gone])
+    stacks, alone = _stacks(plan, gone, holes)
+    tiles, device, taken, left_over = _solved(plan, stacks, request, profiles)
+    kept = ~gone
+    kept[taken] = False
+    as_before = int(kept.sum())
+    tiles, device = np.concatenate([plan.tiles[kept], tiles]), np.concatenate([plan.device[kept], device])
+    alone += left_over
+    if alone:
+        more, helpers = _helped(tiles, device, alone, shape, profiles, able)
+        tiles, device = np.concatenate([tiles, more]), np.concatenate([device, helpers])
+    # only devices with something new, or with less than before, bring other slabs than they did
+    changed = _marked(np.concatenate([device[as_before:], plan.device[taken]]), profiles)
+    some = np.flatnonzero(changed[device])
+    chunks = chunks_of(tiles, device, shape, profiles)
+    fresh = np.ones((len(tiles), 2), np.bool_)
+    fresh[:as_before] = plan.fresh[kept]
+    fresh[some] = fresh_slabs(tiles[some], device[some], chunks[some])
+    return ended_plan(tiles, device, fresh, chunks, shape, profiles)
+
+
+def _marked(devices: Integers, profiles: NDArray[np.void]) -> NDArray[np.bool_]:
+    """A mark for each device of the table."""
+    marks = np.zeros(len(profiles), np.bool_)
+    marks[devices] = True
+    return marks
+
+
+def _rectangles(tiles: Integers, device: Integers) -> list[Integers]:
+    """Strips put together again: a device's next tile that adjoins the last one in just one direction."""
+    found: list[Integers] = []
+    owner = -1
+    for tile, name in zip(tiles, device.tolist(), strict=True):
+        if found and owner == name:
+            last = found[-1]
+            differs = [axis for axis in (0, 2, 4) if last[axis] != tile[axis] or last[axis + 1] != tile[axis + 1]]
+            if len(differs) == 1 and last[differs[0]] + last[differs[0] + 1] == tile[differs[0]]:
+                last[differs[0] + 1] += tile[differs[0] + 1]
+                continue
+        found.append(tile.copy())
+        owner = name
+    return found
+
+
+def _stacks(plan: Plan, gone: NDArray[np.bool_], holes: list[Integers]) -> tuple[list[_Stack], list[Integers]]:
+    """The neighbours of each hole, and holes without neighbours. Nobody stands in two stacks."""
+    free = ~gone
+    stacks: list[_Stack] = []
+    alone: list[Integers] = []
+    pending = list(holes)
+    while pending:
+        hole = pending.pop(0)
+        choices = [_around(plan.tiles, free, hole, pending, turned) for turned in (False, True)]
+        best = max(choices, key=lambda stack: 0 if stack is None else len(set(plan.device[stack.tiles].tolist())))
+        if best is None:
+            alone.append(hole)
+            continue
+        pending = [other for other in pending if not any(other is filled for filled in best.holes)]
+        free[best.tiles] = False
+        stacks.append(best)
+    return stacks, alone
+
+
+def _around(
+    tiles: Integers, free: NDArray[np.bool_], hole: Integers, others: list[Integers], turned: bool
+) -> _Stack | None:
+    """The unbroken run of tiles and holes of the same breadth that `hole` belongs to, if there is a tile in it."""
+    along, across = (4, 2) if turned else (2, 4)
+    frame = [0, 1, across, across + 1]
+    same = np.flatnonzero(free & (tiles[:, 0] == hole[0]) & (tiles[:, across] == hole[across]))
+    same = same[(tiles[same][:, frame] == hole[frame]).all(axis=1)]
+    if not len(same):
+        return None
+    beside = [hole, *(other for other in others if (other[frame] == hole[frame]).all())]
+    begins = np.concatenate([tiles[same, along], [other[along] for other in beside]])
+    sizes = np.concatenate([tiles[same, along + 1], [other[along + 1] for other in beside]])
+    order = np.argsort(begins, kind="stable")
+    broken = begins[order][1:] != (begins + sizes)[order][:-1]
+    run = np.concatenate([[0], np.cumsum(broken)])
+    mine = order[run == run[np.flatnonzero(order == len(same))[0]]]
+    if (mine >= len(same)).all():
+        return None
+    return _Stack(
+        turned=turned,
+        frame=(int(hole[0]), int(hole[1]), int(hole[across]), int(hole[across + 1])),
+        begin=int(begins[mine].min()),
+        length=int(sizes[mine].sum()),
+        tiles=np.sort(same[mine[mine < len(same)]]),
+        holes=[beside[i - len(same)] for i in mine.tolist() if i >= len(same)],
+    )
+
+
+def _solved(
+    plan: Plan, stacks: list[_Stack], request: Request, profiles: NDArray[np.void]
+) -> tuple[Integers, Integers, Integers, list[Integers]]:
+    """New tiles and their devices, the tiles they replace, and holes that would make their stack end too late."""
+    tiles, device = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)]
+    taken, left_over = [np.empty(0, np.int64)], []
+    for turned in (False, True):
+        mine = [stack for stack in stacks if stack.turned == turned]
+        if not mine:
+            continue
+        made, strips = _columns(plan, mine, request, profiles)
+        widths = np.array([stack.frame[3] for stack in mine])
+        try:
+            spans_s = made.whole_spans(widths, np.full(len(mine), plan.makespan_s))
+        except PackingError:  # too little memory in one of them: all go the other way
+            left_over += [hole for stack in mine for hole in stack.holes]
+            continue
+        heights = fitted_heights(made, widths, spans_s)
+        for index, stack in enumerate(mine):
+            if spans_s[index] > LATER * plan.makespan_s:
+                left_over += stack.holes
+                continue
+            who = np.flatnonzero((made.member == index) & (heights > 0))
+            rows = heights[who]
+            frame = np.broadcast_to(stack.frame, (len(who), 4))
+            along, across = [stack.begin + np.cumsum(rows) - rows, rows], [frame[:, 2], frame[:, 3]]
+            table = np.column_stack([frame[:, :2], *(across + along if turned else along + across)])
+            cut, owner = cut_tiles(table, made.order[who], strips[who], turned, request.shape, profiles)
+            tiles.append(cut)
+            device.append(owner)
+            taken.append(stack.tiles)
+    return np.concatenate(tiles), np.concatenate(device), np.concatenate(taken), left_over
+
+
+def _columns(
+    plan: Plan, stacks: list[_Stack], request: Request, profiles: NDArray[np.void]
+) -> tuple[Columns, Integers]:
+    """Those who are left in each stack as a column of its own, and into how many strips each of them cuts its part.
+    What a device has elsewhere in the plan delays it."""
+    shape = request.shape
+    index = np.concatenate([stack.tiles for stack in stacks])
+    stack_of = np.repeat(np.arange(len(stacks)), [len(stack.tiles) for stack in stacks])
+    pairs, seat = np.unique(stack_of * len(profiles) + plan.device[index], return_inverse=True)
+    member, names = np.divmod(pairs, len(profiles))
+    chunks = np.ones(len(names), np.int64)
+    np.maximum.at(chunks, seat, chunks_of(plan.tiles[index], plan.device[index], shape, profiles))
+    strips = np.where(chunks > 1, 1, np.bincount(seat))
+    law = running_laws(profiles[names], request, Cuts(strips, chunks, np.zeros(len(names), np.bool_)))
+    elsewhere = _marked(names, profiles)[plan.device]
+    elsewhere[index] = False
+    others = np.flatnonzero(elsewhere)
+    delay_s = np.bincount(
+        plan.device[others], _busy_s(plan.tiles[others], plan.device[others], shape, profiles), len(profiles)
+    )
+    mine = law[stacks[0].turned]
+    column = np.arange(len(stacks))
+    made = Columns(
+        law=replace(mine, fixed_s=mine.fixed_s + delay_s[names]),
+        order=names,
+        starts=np.searchsorted(member, column),
+        member=member,
+        team_starts=column,
+        team=column,
+        length=np.array([stack.length for stack in stacks]),
+        breadth=1,
+    )
+    return made, strips
+
+
+def _busy_s(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Numbers:
+    """What each tile adds to its device's work at most: all that it takes but the latency."""
+    batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
+    down_s, compute_s, up_s = queue_seconds(profiles, device, shape, batches, rows, columns, rows + columns)
+    busy_s: Numbers = profiles["overhead_s"][device] + down_s + compute_s + up_s
+    return busy_s
+
+
+def _helped(
+    tiles: Integers,
+    device: Integers,
+    holes: list[Integers],
+    shape: Shape,
+    profiles: NDArray[np.void],
+    able: Integers,
+) -> tuple[Integers, Integers]:
+    """Each rectangle cut over those who, with what they have already, end soonest with it."""
+    mine = profiles[able]
+    capable = able_devices(shape, mine)
+    able, mine = able[capable], mine[capable]
+    backlog_s: Numbers = np.zeros(len(profiles))
+    np.add.at(backlog_s, device, _busy_s(tiles, device, shape, profiles))
+    found, helpers = [], []
+    for hole in holes:
+        batch, batches, row, rows, column, columns = hole.tolist()
+        ends_s = backlog_s[able] + block_seconds(mine, batches, rows, shape.inner, columns)
+        names = able[np.sort(np.argsort(ends_s, kind="stable")[:HELPERS])]
+        part, owner = grid_tiles(Shape(batches, rows, shape.inner, columns), profiles[names], backlog_s[names])
+        found.append(part + np.array([batch, 0, row, 0, column, 0]))
+        helpers.append(names[owner])
+        np.add.at(backlog_s, helpers[-1], _busy_s(part, helpers[-1], shape, profiles))
+    return np.concatenate(found), np.concatenate(helpers)
+
+
+def welcomed(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.void]) -> Plan:
+    """The same plan with newcomers in it: each takes half of a block from whoever ends last, if it ends sooner."""
+    chunks = chunks_of(plan.tiles, plan.device, shape, profiles)
+    used, ends_s = device_ends(plan.tiles, plan.device, plan.fresh, shape, profiles, chunks)
+    end_of = dict(zip(used.tolist(), ends_s.tolist(), strict=True))
+    tiles, device = plan.tiles.copy(), plan.device
+    budget = usable_bytes(profiles)
+    for newcomer in joined[:WELCOMED].tolist():
+        last = max(end_of, key=end_of.__getitem__)
+        mine = np.flatnonzero(device == last)
+        index = mine[np.argmax(tiles[mine, 1] * tiles[mine, 3] * tiles[mine, 5])]
+        axis = 0 if tiles[index, 1] > 1 else 2 if tiles[index, 3] >= tiles[index, 5] else 4
+        half = int(tiles[index, axis + 1]) // 2
+        if not half:
+            break  # it has a single cell
+        given = tiles[index].copy()
+        given[axis] += tiles[index, axis + 1] - half
+        given[axis + 1] = half
+        chunk = int(chunk_length(given[1], given[3], shape.inner, given[5], budget[newcomer]))
+        if not chunk:
+            continue  # it has no room for that
+        profile, parts = profiles[newcomer : newcomer + 1], -(-shape.inner // chunk)
+        ends = float(block_seconds(profile, given[1], given[3], shape.inner, given[5], None, parts)[0])
+        if ends >= end_of[last]:
+            continue
+        tiles[index, axis + 1] -= half
+        tiles, device = np.concatenate([tiles, given[None]]), np.append(device, newcomer)
+        name = np.array([last])
+        end_of[last] -= float(_busy_s(given[None], name, shape, profiles)[0]) / 2  # about: slabs are shared
+        end_of[newcomer] = ends
+    chunks = chunks_of(tiles, device, shape, profiles)
+    return ended_plan(tiles, device, fresh_slabs(tiles, device, chunks), chunks, shape, profiles)

@@ -1,0 +1,99 @@
+"""What the dispatcher is told, and what it tells the server to do: plain records, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planner import Plan, Request
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesJoined:
+    first: int  # ids are first, first + 1, ...; an id is never used twice
+    profiles: NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesLeft:
+    devices: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    job: int
+    request: Request
+    urgent: bool  # somebody waits for it; otherwise it goes behind what is urgent
+    plan: Plan | None = None  # given: used as it is
+    kept: tuple[int | None, int | None] = (None, None)  # left and right operand, if devices may keep slabs of it
+
+
+@dataclass(frozen=True, slots=True)
+class JobsSubmitted:
+    """Products that are ready at the same moment: planned together."""
+
+    jobs: list[Submission]
+
+
+@dataclass(frozen=True, slots=True)
+class OperandsForgotten:
+    """These operands have changed: nobody keeps their slabs any longer."""
+
+    operands: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReturned:
+    """Three lists side by side: which device answered which block of which job."""
+
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFailed:
+    """The devices could not compute these blocks."""
+
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+Event = DevicesJoined | DevicesLeft | JobsSubmitted | BlocksReturned | BlocksFailed | OperandsForgotten
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptBlocks:
+    """Positions, in the BlocksReturned event, of the answers that count. Everything else is to be thrown away."""
+
+    positions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobWaits:
+    job: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendDevice:
+    device: int
+    reason: str
+
+
+Instruction = SendBlocks | AcceptBlocks | JobFinished | JobWaits | SuspendDevice

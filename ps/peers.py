@@ -1,0 +1,90 @@
+"""A connection as the server sees it: what it holds, and what waits to be sent to it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import resource
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.wire import Frame
+from ps.operands import Held, Parcel
+
+
+@dataclass(slots=True)
+class Peer:
+    """A phone, or a pod with many devices."""
+
+    identity: bytes
+    first: int
+    count: int
+    heard_s: float
+    about: dict[str, str]
+    piece_ids: Iterator[int] = field(default_factory=itertools.count)
+    outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ would not take yet; bounded by credit
+    streams: deque[Iterator[list[Frame]]] = field(default_factory=deque)  # chunks, packed when the outbox is empty
+    _of_job: dict[int, tuple[Held, Held]] = field(default_factory=dict)
+    _kept: dict[int, Held] = field(default_factory=dict)  # by operand
+    _released: list[int] = field(default_factory=list)
+    _lent: dict[tuple[int, int], list[tuple[Held, int]]] = field(default_factory=dict)  # (job, block) -> its pieces
+    _borrowers: Counter[int] = field(default_factory=Counter)  # piece -> blocks that need it
+
+    def held(self, job: int, operands: tuple[int, int], kept: int) -> tuple[Held, Held]:
+        """Where pieces of a job's left and right operand are found, and put. `kept`: see dispatcher.Job."""
+        mine = self._of_job.setdefault(job, (Held(), Held()))
+        left, right = (
+            self._kept.setdefault(operands[side], Held()) if kept >> side & 1 else mine[side] for side in (0, 1)
+        )
+        return left, right
+
+    def lend(self, job: int, held: tuple[Held, Held], kept: int, parcel: Parcel) -> None:
+        """A phone's memory is counted: it gets back the room of a piece as soon as no block needs it. In a pod pieces
+        are shared by many devices and stay until their job ends."""
+        if self.count > 1:
+            return
+        for block, *pieces in parcel.blocks[["block", "left", "right"]].tolist():
+            mine = [(held[side], piece) for side, piece in enumerate(pieces) if not kept >> side & 1]
+            self._lent[job, block] = mine
+            self._borrowers.update(piece for _, piece in mine)
+
+    def answered(self, job: int, block: int) -> None:
+        for held, piece in self._lent.pop((job, block), ()):
+            self._borrowers[piece] -= 1
+            if not self._borrowers[piece]:
+                del self._borrowers[piece]
+                held.drop(piece)
+                self._released.append(piece)
+
+    def finished(self, job: int) -> None:
+        for held in self._of_job.pop(job, ()):
+            self._released += held.ids
+
+    def forget(self, operand: int) -> None:
+        if held := self._kept.pop(operand, None):
+            self._released += held.ids
+
+    @property
+    def owes_release(self) -> bool:
+        return bool(self._released)
+
+    def take_released(self) -> NDArray[np.uint32]:
+        pieces, self._released = np.array(self._released, np.uint32), []
+        return pieces
+
+
+def printable(label: str) -> str:
+    """A name as it may stand in a table or on a terminal: what strangers choose must not move the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in label[:200])
+
+
+def raise_file_limit() -> None:
+    """A connection is a file: allow as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

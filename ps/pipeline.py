@@ -1,0 +1,230 @@
+"""How a device works through its tiles, and the law that follows from it for the packing.
+
+Download, compute and upload are three queues; a block passes them in order, and what one block waits for another
+overtakes in the next queue. A rectangle of w columns and h rows is therefore cut into k strips along its height, blocks
+that share the slab of the columns. With p the seconds to download a row or column, q to compute a cell, u to upload it,
+
+    T = 2 latency + k overhead + max(p_w w + p_h h   + (q + u) w h / k,                        download ends last
+                                     p_w w + p_h h/k + (max(q, u) + min(q, u) / k) w h)        compute or upload does
+
+A rectangle whose strips do not fit into the device's memory is one block instead, its operands streamed in c chunks:
+
+    T = 2 latency + c overhead + u w h + max(p_w w + p_h h + q w h / c,  (p_w w + p_h h) / c + q w h)
+
+A slab that will be used r times while it is kept costs its download once, so the packing charges 1/r of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.cost import BYTES, CHUNKS_HELD, LEAST_CHUNK, Integers, Numbers, chunk_length, usable_bytes
+from ps.law import Areas, Law
+from ps.packing import halved
+from ps.plans import Plan, Request, Shape
+
+STRIP_S = 0.05  # a strip of less saves less than its message costs
+MOST_STRIPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Into what the rectangle of each device is cut; at least one of the two is 1."""
+
+    strips: Integers
+    chunks: Integers
+    apart: NDArray[np.bool_]  # strips are entries of a batch, and share nothing
+
+    @classmethod
+    def none(cls, count: int) -> Cuts:
+        return cls(np.ones(count, np.int64), np.ones(count, np.int64), np.zeros(count, np.bool_))
+
+
+def running_laws(profiles: NDArray[np.void], request: Request, cuts: Cuts) -> tuple[Law, Law]:
+    """Upright (strips along the rows) and turned (along the columns, which the law then calls rows)."""
+    inner = request.shape.inner
+    side_s = 8 * BYTES * inner / profiles["down_bps"]
+    compute_s, up_s = 2 * inner / profiles["flops"], 8 * BYTES / profiles["up_bps"]
+    k, c, streamed = cuts.strips, cuts.chunks, cuts.chunks > 1
+    row_s = side_s / np.where(streamed, 1, request.left_uses)  # what is streamed is not kept
+    column_s = side_s / np.where(streamed, 1, request.right_uses)
+    longer, shorter = np.maximum(compute_s, up_s), np.minimum(compute_s, up_s)
+    cell = np.stack(
+        [
+            np.where(streamed, compute_s / c + up_s, (compute_s + up_s) / k),
+            np.where(streamed, compute_s + up_s, longer + shorter / k),
+        ]
+    )
+    fixed_s = 2 * profiles["latency_s"] + np.maximum(k, c) * profiles["overhead_s"]
+    values = usable_bytes(profiles) / BYTES
+    whole = _square(values, inner)
+    streamed_too = _square(values / 2, CHUNKS_HELD * LEAST_CHUNK / 2)  # two outputs, and the shortest chunks
+    most_cells = np.floor(np.maximum(whole, streamed_too) * (1 + 1e-12) + 1e-9)
+
+    def law(wide_s: Numbers, tall_s: Numbers) -> Law:
+        wide = np.stack([wide_s, wide_s / np.where(cuts.apart, k, c)])
+        tall = np.stack([tall_s, tall_s / np.maximum(k, c)])
+        return Law(fixed_s, wide, tall, cell, most_cells)
+
+    return law(column_s, row_s), law(row_s, column_s)
+
+
+def _square(values: Numbers, held: float) -> Numbers:
+    """The largest square of cells that fits beside `held` values of each of its rows and columns."""
+    area: Numbers = (values / (np.sqrt(held * held + values) + held)) ** 2
+    return area
+
+
+def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span_s: float) -> Cuts:
+    """How the ideal rectangle of each device should be cut, if all are to end by then."""
+    shape = request.shape
+    cells = areas.within(span_s)
+    one = np.minimum(cells, float(shape.rows) * shape.columns)  # several entries of a batch are separate blocks
+    width = np.sqrt(one * request.right_uses / request.left_uses)
+    width = np.clip(width, np.maximum(one / shape.rows, 1), shape.columns)
+    height = np.clip(one / width, 1, shape.rows)
+    rectangles = np.maximum(cells / np.maximum(one, 1e-300), 1)
+    apart = rectangles >= 2
+    everybody = slice(None)
+    down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
+    strips = np.clip((down_s + compute_s + up_s) / STRIP_S, 1, np.minimum(MOST_STRIPS, profiles["credit_blocks"]))
+    strips = np.where(apart, np.minimum(strips, rectangles), strips).astype(np.int64)
+    budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
+    rows = np.ceil(height / np.where(apart, 1, strips)).astype(np.int64)
+    whole = chunk_length(1, rows, shape.inner, columns, budget) == shape.inner
+    chunk = chunk_length(1, np.ceil(height).astype(np.int64), shape.inner, columns, budget)
+    chunks = -(-shape.inner // np.maximum(chunk, min(LEAST_CHUNK, shape.inner)))
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), apart & whole)
+
+
+def queue_seconds(
+    profiles: NDArray[np.void],
+    device: Integers | slice,
+    shape: Shape,
+    batches: Any,
+    rows: Any,
+    columns: Any,
+    sides: Any,
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Download of `sides` rows and columns, compute without overhead, upload; on these devices of the table. (To take
+    whole records for thousands of tiles would cost more than all the rest: figure by figure is 10 times faster.)"""
+    cells = 1.0 * batches * rows * columns
+    return (
+        8.0 * BYTES * shape.inner * batches * sides / profiles["down_bps"][device],
+        2.0 * shape.inner * cells / profiles["flops"][device],
+        8.0 * BYTES * cells / profiles["up_bps"][device],
+    )
+
+
+def cut_tiles(
+    tiles: Integers, device: Integers, strips: Integers, turned: bool, shape: Shape, profiles: NDArray[np.void]
+) -> tuple[Integers, Integers]:
+    """Blocks in the order of their devices: each fits into the memory of its device, whole if that can be had by
+    dividing a batch; and rectangles are cut into strips, if these fit whole: streamed ones could share nothing."""
+    budget = usable_bytes(profiles)
+    tiles = np.column_stack([tiles, strips])  # halves go on as what they were
+
+    def chunk(t: Integers, d: Integers) -> Integers:
+        return chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[d])
+
+    def too_large(t: Integers, d: Integers) -> NDArray[np.bool_]:
+        length = chunk(t, d)
+        large: NDArray[np.bool_] = (length == 0) | ((length < shape.inner) & (t[:, 1] > 1))
+        return large
+
+    tiles, device = halved(tiles, device, too_large)
+    strips, tiles = tiles[:, 6], tiles[:, :6]
+    axis = np.where(tiles[:, 1] > 1, 0, 4 if turned else 2)
+    extent = tiles[np.arange(len(tiles)), axis + 1]
+    count = np.minimum(strips, extent)
+    strip = tiles.copy()
+    strip[np.arange(len(tiles)), axis + 1] = -(-extent // count)
+    count = np.where(chunk(strip, device) < shape.inner, 1, count)
+    index = np.repeat(np.arange(len(tiles)), count)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    begin = number * extent[index] // count[index]
+    end = (number + 1) * extent[index] // count[index]
+    tiles, device, axis, row = tiles[index], device[index], axis[index], np.arange(len(index))
+    tiles[row, axis] += begin
+    tiles[row, axis + 1] = end - begin
+    across, along = (tiles[:, 2], tiles[:, 4]) if turned else (tiles[:, 4], tiles[:, 2])
+    order = np.lexsort((along, across, tiles[:, 0], device))
+    return tiles[order], device[order]
+
+
+def chunks_of(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Integers:
+    """In how many chunks the operands of each block come; 1: whole."""
+    length = chunk_length(tiles[:, 1], tiles[:, 3], shape.inner, tiles[:, 5], usable_bytes(profiles)[device])
+    chunks: Integers = -(-shape.inner // np.maximum(length, 1))
+    return chunks
+
+
+def made_plan(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
+    """The plan of these blocks: what each brings, and when the last device ends."""
+    chunks = chunks_of(tiles, device, shape, profiles)
+    return ended_plan(tiles, device, fresh_slabs(tiles, device, chunks), chunks, shape, profiles)
+
+
+def fresh_slabs(tiles: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
+    """Which slabs each block brings to its device, in the order of the blocks."""
+    return np.column_stack([_first(tiles, device, chunks, 2), _first(tiles, device, chunks, 4)])
+
+
+def ended_plan(
+    tiles: Integers,
+    device: Integers,
+    fresh: NDArray[np.bool_],
+    chunks: Integers,
+    shape: Shape,
+    profiles: NDArray[np.void],
+) -> Plan:
+    _, ends_s = device_ends(tiles, device, fresh, shape, profiles, chunks)
+    return Plan(tiles, device, fresh, float(ends_s.max()))
+
+
+def _first(tiles: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
+    """Is it the first block of its device with this range, among those that come whole?"""
+    batch, size = int(tiles[:, :2].max()) + 1, int(tiles[:, axis : axis + 2].max()) + 1
+    entry = (device * batch + tiles[:, 0]) * batch + tiles[:, 1]
+    span = tiles[:, axis] * size + tiles[:, axis + 1]
+    whole = np.flatnonzero(chunks == 1)
+    order = whole[np.lexsort((span[whole], entry[whole]))]  # stable: of equal ones the first comes first
+    first = np.ones(len(tiles), np.bool_)
+    first[order[1:]] = (np.diff(entry[order]) != 0) | (np.diff(span[order]) != 0)
+    return first
+
+
+def device_ends(
+    tiles: Integers,
+    device: Integers,
+    fresh: NDArray[np.bool_],
+    shape: Shape,
+    profiles: NDArray[np.void],
+    chunks: Integers,
+) -> tuple[Integers, Numbers]:
+    """Devices that have work, and when each ends: its blocks pass the three queues one after another."""
+    order = np.argsort(device, kind="stable")
+    tiles, chunks, fresh, mine = tiles[order], chunks[order], fresh[order], device[order]
+    starts = np.flatnonzero(np.diff(mine, prepend=-1))
+    count = np.diff(starts, append=len(mine))
+    longest = np.argsort(-count, kind="stable")  # first, so that those who still have a block are always the first
+    starts, count = starts[longest], count[longest]
+    sides = tiles[:, 3] * fresh[:, 0] + tiles[:, 5] * fresh[:, 1]
+    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape, tiles[:, 1], tiles[:, 3], tiles[:, 5], sides)
+    compute_s = compute_s + chunks * profiles["overhead_s"][mine]
+    # the first chunk can be computed when it is there, the last one not before the download ends
+    after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
+    downloaded, computed, uploaded = np.zeros((3, len(starts)))
+    for number in range(int(count[0])):
+        on = int(np.searchsorted(-count, -number))  # who has more blocks than that
+        at = starts[:on] + number
+        ready_s = downloaded[:on] + np.maximum(after_first_s[at], after_last_s[at])
+        computed[:on] = np.maximum(computed[:on] + compute_s[at], ready_s)
+        downloaded[:on] += down_s[at]
+        uploaded[:on] = np.maximum(uploaded[:on], computed[:on]) + up_s[at]
+    used = mine[starts]
+    return used, 2 * profiles["latency_s"][used] + uploaded

@@ -1,0 +1,52 @@
+"""What is planned and what comes out: the words that planning shares with the rest of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.cost import Integers
+
+
+class PlanError(ValueError):
+    """No device can take part; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """C[batch, rows, columns] = A[batch, rows, inner] B[batch, inner, columns]"""
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def cells(self) -> int:
+        return self.batch * self.rows * self.columns
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.cells * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A product, and how often a slab of each operand will be used while a device keeps it."""
+
+    shape: Shape
+    left_uses: int = 1
+    right_uses: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
+class Plan:
+    """`fresh` is False where an earlier tile of this plan, on the same device, has brought exactly this range and the
+    device still has it: a block that is streamed in chunks brings all it needs, and leaves nothing behind."""
+
+    tiles: Integers  # [k, 6]: batch, batches, row, rows, column, columns; strips of one device follow each other
+    device: Integers  # [k] device ids
+    fresh: NDArray[np.bool_]  # [k, 2]: does this tile bring its rows (left slab), its columns (right slab)?
+    makespan_s: float  # modelled, the first time, when nothing is kept and the fleet is idle

@@ -1,0 +1,124 @@
+"""What leaves the server: operands packed for each connection, sent zero-copy, never waiting for a slow reader."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import zmq
+
+from agent.wire import Frame, Message, Work, encode, send_frames
+from ps.events import SendBlocks
+from ps.jobs import Live, Totals
+from ps.operands import Parcel, parcels, streamed
+from ps.peers import Peer
+
+
+class Shipping:
+    """Works on the server's own tables, in the server's thread."""
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        peers: Mapping[bytes, Peer],
+        peer_of: Sequence[Peer],
+        jobs: Mapping[int, Live],
+        totals: Totals,
+    ) -> None:
+        self._router, self._peers, self._peer_of, self._jobs, self._totals = router, peers, peer_of, jobs, totals
+
+    def send_blocks(self, instruction: SendBlocks) -> list[Peer]:
+        """Group by connection and job, pack, send. Peers that turned out to be gone."""
+        groups: dict[tuple[bytes, int, int], tuple[list[int], list[int]]] = {}
+        for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
+            live, peer = self._jobs[job], self._peer_of[device]
+            if peer.identity not in self._peers:
+                continue  # lost a moment ago; the dispatcher hears of it next
+            live.holders.add(peer.identity)
+            self._totals.operand_bytes += live.job.down_bytes[block]
+            if live.job.chunk[block] < live.job.shape.inner:
+                peer.streams.append(self._stream(peer, live, job, block, device))
+                continue
+            group = groups.setdefault((peer.identity, job, live.job.kept[block]), ([], []))
+            group[0].append(device)
+            group[1].append(block)
+        queues = deque(
+            (self._peers[identity], self._parcels(self._peers[identity], job, kept, devices, blocks))
+            for (identity, job, kept), (devices, blocks) in groups.items()
+        )
+        dead: dict[bytes, Peer] = {}
+        while queues:  # in turn, so that no connection waits for another one's operands to be packed
+            peer, messages = queues.popleft()
+            frames = next(messages, None)
+            if frames is None or peer.identity in dead:
+                continue
+            queues.append((peer, messages))
+            peer.outbox.append(frames)
+            if not self.drain(peer):
+                dead[peer.identity] = peer
+        for peer in {self._peer_of[device].identity: self._peer_of[device] for device in instruction.devices}.values():
+            if peer.streams and peer.identity not in dead and not self.drain(peer):
+                dead[peer.identity] = peer
+        return list(dead.values())
+
+    def _parcels(self, peer: Peer, job: int, kept: int, devices: list[int], blocks: list[int]) -> Iterator[list[Frame]]:
+        """Messages that bring these blocks whole."""
+        live, index = self._jobs[job], np.array(blocks)
+        product, record = live.product, live.job
+        factors = (product.left, product.right)
+        held = peer.held(job, (product.left.id, product.right.id), kept)
+        down_bytes = np.array([record.down_bytes[block] for block in blocks])
+        local = np.array(devices) - peer.first
+        for parcel in parcels(job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids):
+            peer.lend(job, held, kept, parcel)
+            yield self._pack(peer, live, parcel)
+
+    def _stream(self, peer: Peer, live: Live, job: int, block: int, device: int) -> Iterator[list[Frame]]:
+        """Messages that bring one block in chunks, each packed when its turn has come."""
+        factors, record = (live.product.left, live.product.right), live.job
+        source = streamed(
+            job, factors, record.tiles[block], block, device - peer.first, record.chunk[block], peer.piece_ids
+        )
+        for parcel in source:
+            yield self._pack(peer, live, parcel)
+
+    def _pack(self, peer: Peer, live: Live, parcel: Parcel) -> list[Frame]:
+        stamp_ns = time.monotonic_ns()
+        first = parcel.blocks["chunk"] == 0
+        live.sent(parcel.blocks["block"][first], stamp_ns)
+        self._totals.sent_bytes += sum(d.nbytes for d in parcel.data)
+        return encode(Work(stamp_ns, peer.take_released(), parcel.pieces, parcel.blocks, list(parcel.data)))
+
+    def send(self, peer: Peer, message: Message) -> bool:
+        """False if the peer is gone."""
+        peer.outbox.append(encode(message))
+        return self.drain(peer)
+
+    def drain(self, peer: Peer) -> bool:
+        """False if the peer is gone. What ZeroMQ does not take now waits in the outbox, and streams wait for that."""
+        while True:
+            while peer.outbox:
+                try:
+                    send_frames(self._router, [peer.identity, *peer.outbox[0]], zmq.NOBLOCK)
+                except zmq.Again:
+                    return True
+                except zmq.ZMQError as error:
+                    if error.errno == zmq.EHOSTUNREACH:
+                        return False
+                    raise
+                peer.outbox.popleft()
+            if not peer.streams:
+                return True
+            frames = next(peer.streams[0], None)
+            if frames is None:
+                peer.streams.popleft()
+            else:
+                peer.outbox.append(frames)
+
+    def reply(self, identity: bytes, message: Message) -> None:
+        """To somebody who is not a peer: if it cannot be delivered now, nobody is owed it."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._router.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
