@@ -22,15 +22,14 @@ from ps.pipeline import (
     Cuts,
     chunks_of,
     cut_tiles,
-    device_ends,
     ended_plan,
-    fresh_slabs,
+    made_plan,
     queue_seconds,
     running_laws,
 )
 from ps.plans import Plan, PlanError, Request, Shape
 
-HELPERS = 64  # devices that a rectangle is cut over if it stands alone
+HELPERS = 32  # devices that a rectangle is cut over if it stands alone
 WELCOMED = 64  # newcomers that get something at once; more of them wait for the next plan
 LATER = 1.25  # a column may end this much later than the plan did; otherwise others help
 
@@ -55,6 +54,10 @@ def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.v
     if not len(able):
         raise PlanError(f"all {len(np.unique(plan.device))} devices of the plan of {request.shape} are lost")
     shape = request.shape
+    if plan.chunks is None or plan.ends_s is None:
+        plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
+        assert plan.chunks is not None
+        assert plan.ends_s is not None
     holes = _rectangles(plan.tiles[gone], plan.device[gone])
     stacks, alone = _stacks(plan, gone, holes)
     tiles, device, taken, left_over = _solved(plan, stacks, request, profiles)
@@ -64,16 +67,30 @@ def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.v
     tiles, device = np.concatenate([plan.tiles[kept], tiles]), np.concatenate([plan.device[kept], device])
     alone += left_over
     if alone:
-        more, helpers = _helped(tiles, device, alone, shape, profiles, able)
+        end_of = np.zeros(len(profiles))
+        end_of[plan.device[kept]] = plan.ends_s[kept]
+        stacked = np.unique(device[as_before:])
+        end_of[stacked] = np.maximum(end_of[stacked], plan.makespan_s)  # about: they have just been given more
+        more, helpers = _helped(alone, end_of, shape, profiles, able)
         tiles, device = np.concatenate([tiles, more]), np.concatenate([device, helpers])
-    # only devices with something new, or with less than before, bring other slabs than they did
-    changed = _marked(np.concatenate([device[as_before:], plan.device[taken]]), profiles)
-    some = np.flatnonzero(changed[device])
-    chunks = chunks_of(tiles, device, shape, profiles)
-    fresh = np.ones((len(tiles), 2), np.bool_)
-    fresh[:as_before] = plan.fresh[kept]
-    fresh[some] = fresh_slabs(tiles[some], device[some], chunks[some])
-    return ended_plan(tiles, device, fresh, chunks, shape, profiles)
+    # only devices with something new, or with less than before, bring other slabs than they did and end at another time
+    changed = _marked(np.concatenate([device[as_before:], plan.device[taken]]), profiles)[device]
+    some = np.flatnonzero(changed)
+    part = made_plan(tiles[some], device[some], shape, profiles)
+    assert part.chunks is not None
+    assert part.ends_s is not None
+    new = len(tiles) - as_before
+    chunks = np.concatenate([plan.chunks[kept], np.ones(new, np.int64)])
+    fresh = np.concatenate([plan.fresh[kept], np.ones((new, 2), np.bool_)])
+    ends_s = np.concatenate([plan.ends_s[kept], np.zeros(new)])
+    chunks[some], fresh[some], ends_s[some] = part.chunks, part.fresh, part.ends_s
+    return Plan(tiles, device, fresh, float(ends_s.max()), chunks, ends_s)
+
+
+def _as_made(
+    plan: Plan, shape: Shape, profiles: NDArray[np.void]
+) -> tuple[Integers, Integers, NDArray[np.bool_], Integers]:
+    return plan.tiles, plan.device, plan.fresh, chunks_of(plan.tiles, plan.device, shape, profiles)
 
 
 def _marked(devices: Integers, profiles: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -225,25 +242,21 @@ def _busy_s(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[n
 
 
 def _helped(
-    tiles: Integers,
-    device: Integers,
-    holes: list[Integers],
-    shape: Shape,
-    profiles: NDArray[np.void],
-    able: Integers,
+    holes: list[Integers], end_of: Numbers, shape: Shape, profiles: NDArray[np.void], able: Integers
 ) -> tuple[Integers, Integers]:
-    """Each rectangle cut over those who, with what they have already, end soonest with it."""
+    """Each rectangle cut over those who, with what they have already, end soonest with it. `end_of`: each device."""
     mine = profiles[able]
     capable = able_devices(shape, mine)
     able, mine = able[capable], mine[capable]
-    backlog_s: Numbers = np.zeros(len(profiles))
-    np.add.at(backlog_s, device, _busy_s(tiles, device, shape, profiles))
+    backlog_s = np.maximum(end_of - 2 * profiles["latency_s"], 0.0)
     found, helpers = [], []
     for hole in holes:
         batch, batches, row, rows, column, columns = hole.tolist()
         ends_s = backlog_s[able] + block_seconds(mine, batches, rows, shape.inner, columns)
         names = able[np.sort(np.argsort(ends_s, kind="stable")[:HELPERS])]
-        part, owner = grid_tiles(Shape(batches, rows, shape.inner, columns), profiles[names], backlog_s[names])
+        part, owner = grid_tiles(
+            Shape(batches, rows, shape.inner, columns), profiles[names], backlog_s[names], count=len(names)
+        )
         found.append(part + np.array([batch, 0, row, 0, column, 0]))
         helpers.append(names[owner])
         np.add.at(backlog_s, helpers[-1], _busy_s(part, helpers[-1], shape, profiles))
@@ -252,9 +265,10 @@ def _helped(
 
 def welcomed(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.void]) -> Plan:
     """The same plan with newcomers in it: each takes half of a block from whoever ends last, if it ends sooner."""
-    chunks = chunks_of(plan.tiles, plan.device, shape, profiles)
-    used, ends_s = device_ends(plan.tiles, plan.device, plan.fresh, shape, profiles, chunks)
-    end_of = dict(zip(used.tolist(), ends_s.tolist(), strict=True))
+    if plan.ends_s is None:
+        plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
+        assert plan.ends_s is not None
+    end_of = dict(zip(plan.device.tolist(), plan.ends_s.tolist(), strict=True))
     tiles, device = plan.tiles.copy(), plan.device
     budget = usable_bytes(profiles)
     for newcomer in joined[:WELCOMED].tolist():
@@ -280,5 +294,4 @@ def welcomed(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.vo
         name = np.array([last])
         end_of[last] -= float(_busy_s(given[None], name, shape, profiles)[0]) / 2  # about: slabs are shared
         end_of[newcomer] = ends
-    chunks = chunks_of(tiles, device, shape, profiles)
-    return ended_plan(tiles, device, fresh_slabs(tiles, device, chunks), chunks, shape, profiles)
+    return made_plan(tiles, device, shape, profiles)

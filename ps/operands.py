@@ -46,6 +46,15 @@ class Operand:
             packed = self._packed[key] = self.chunk(key, 0, self.array.shape[2])
         return packed
 
+    @property
+    def all(self) -> Range:
+        return (0, self.array.shape[0], 0, self.array.shape[1])
+
+    def mostly(self, ranges: Integers) -> bool:
+        """Is it small, and do these ranges, overlapping or not, add up to all of it?"""
+        cells = int(((ranges[:, 1] - ranges[:, 0]) * (ranges[:, 3] - ranges[:, 2])).sum())
+        return self.array.nbytes <= MESSAGE_BYTES and cells >= self.array.shape[0] * self.array.shape[1]
+
     def chunk(self, key: Range, start: int, end: int) -> Array:
         """[batch0:batch1, outer0:outer1, start:end] as contiguous memory, not remembered."""
         view = self.array[key[0] : key[1], key[2] : key[3], start:end]
@@ -82,8 +91,10 @@ def parcels(
     down_bytes: Integers,
     held: tuple[Held, Held],
     piece_ids: Iterator[int],
+    generous: bool = False,
 ) -> Iterator[Parcel]:
-    """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made."""
+    """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made. `generous`: a
+    small operand of which many parts are wanted is sent as it is, which costs less than to find and pack the parts."""
     inner = operands[0].array.shape[2]
     group = np.zeros(len(tiles), np.int64)
     if operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
@@ -96,7 +107,11 @@ def parcels(
             np.column_stack([batch, batch + batches, row, row + rows]),
             np.column_stack([batch, batch + batches, column, column + columns]),
         )
-        fresh = [merged(w[locate(w, held[side].ranges) < 0]) for side, w in enumerate(wanted)]
+        missing = [w[locate(w, held[side].ranges) < 0] for side, w in enumerate(wanted)]
+        fresh = [
+            [operand.all] if generous and operand.mostly(ranges) else merged(ranges)
+            for operand, ranges in zip(operands, missing, strict=True)
+        ]
         if len(fresh[0]) + len(fresh[1]) > MESSAGE_PIECES and len(part) > 1:
             todo += [part[len(part) // 2 :], part[: len(part) // 2]]
             continue

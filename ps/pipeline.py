@@ -182,8 +182,10 @@ def ended_plan(
     shape: Shape,
     profiles: NDArray[np.void],
 ) -> Plan:
-    _, ends_s = device_ends(tiles, device, fresh, shape, profiles, chunks)
-    return Plan(tiles, device, fresh, float(ends_s.max()))
+    used, ends_s = device_ends(tiles, device, fresh, shape, profiles, chunks)
+    end_of = np.zeros(len(profiles))
+    end_of[used] = ends_s
+    return Plan(tiles, device, fresh, float(ends_s.max()), chunks, end_of[device])
 
 
 def _first(tiles: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:

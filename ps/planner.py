@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -113,7 +113,7 @@ def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integ
     """Each product on its own, over all devices."""
     idle = np.zeros(len(able))
     plans = [grid_plan(request.shape, profiles[able], idle) for request in requests]
-    return [Plan(plan.tiles, able[plan.device], plan.fresh, plan.makespan_s) for plan in plans]
+    return [replace(plan, device=able[plan.device]) for plan in plans]
 
 
 def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:

@@ -50,3 +50,5 @@ class Plan:
     device: Integers  # [k] device ids
     fresh: NDArray[np.bool_]  # [k, 2]: does this tile bring its rows (left slab), its columns (right slab)?
     makespan_s: float  # modelled, the first time, when nothing is kept and the fleet is idle
+    chunks: Integers | None = None  # [k]: in how many parts its operands come
+    ends_s: NDArray[np.float64] | None = None  # [k]: when its device has done all that it has

@@ -72,7 +72,9 @@ class Shipping:
         held = peer.held(job, (product.left.id, product.right.id), kept)
         down_bytes = np.array([record.down_bytes[block] for block in blocks])
         local = np.array(devices) - peer.first
-        for parcel in parcels(job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids):
+        for parcel in parcels(
+            job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids, peer.count > 1
+        ):
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel)
 
