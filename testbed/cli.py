@@ -21,6 +21,12 @@ app = typer.Typer(
 )
 
 
+trace_app = typer.Typer(
+    help="Traces of availability: when each device is there.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(trace_app, name="trace")
+
+
 @app.callback()
 def _root() -> None:
     """Train transformers on a fleet of emulated or real edge devices, with exactly the loss of plain PyTorch."""
@@ -138,6 +144,54 @@ def plan(
         print(json.dumps(planning.as_json(plans, profiles, bytes_per_value)))
     else:
         planning.print_plans(console, f"{model}, {batch} x {seq} tokens, {devices:,} devices of {fleet}", plans)
+
+
+@trace_app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace: .csv, .json or .tab.")],
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw availability over time into a file.")] = None,
+) -> None:
+    """What a trace holds: devices, sessions, gaps, departures, and who is there when.
+
+    A trace says in which intervals each device is available, in seconds. It may be
+
+    \b
+      .csv   device,start_s,end_s        a header like this, then a row an interval
+             phone-1,0,3600
+      .json  {"phone-1": [[0, 3600], [7200, 9000]], "phone-2": [[60, 90]]}
+             or [{"device": "phone-1", "start_s": 0, "end_s": 3600}, ...]
+      .tab   an event trace of the Failure Trace Archive (event_type 1: available)
+
+    Rows out of order are sorted, intervals of one device that overlap or touch are merged, both are told.
+    A session is one interval, a gap the time until the device's next one. Departures are counted an hour that a
+    device is there: the rate at which a run with these devices would lose them.
+
+    \b
+      cleave trace inspect phones.csv
+      cleave trace inspect phones.csv --svg phones.svg
+      cleave trace inspect phones.csv --format json | jq .session_s.p50
+
+    Exit code 0: read. 2: the file or an option is wrong; one line says where and why.
+    """
+    from emulator.trace_files import read_trace
+    from testbed import trace as inspection
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    trace = read_trace(file)
+    if svg is not None:
+        inspection.write_svg(svg, trace)
+    if format == "json":
+        import json
+
+        print(json.dumps(inspection.as_json(trace)))
+        return
+
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    inspection.print_trace(console if console.is_terminal else Console(highlight=False, width=100), trace)
 
 
 def main() -> None:
