@@ -13,8 +13,7 @@ Always true, and checked by `check()` after every event in tests:
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,23 +23,26 @@ from ps.cost import BYTES, block_bytes, block_seconds, chunk_length, least_bytes
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
+    BlocksLost,
+    BlocksRecovered,
     BlocksReturned,
+    CheckJob,
     DevicesJoined,
     DevicesLeft,
     Event,
     Instruction,
+    JobChecked,
     JobFinished,
     JobsSubmitted,
     JobWaits,
     OperandsForgotten,
-    SendBlocks,
     Submission,
     SuspendDevice,
 )
 from ps.grid import grid_plan
-from ps.planner import Integers, PlanError, Planner, Request, Shape
+from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Device, Job, Slabs, Turn, whole
+from ps.planner import Integers, PlanError, Planner, Shape
 
-PENDING, IN_FLIGHT, DONE, CUT = range(4)
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of the least busy survivors
 THEFTS_A_TURN = 32
@@ -51,83 +53,21 @@ class InvariantBroken(AssertionError):
     """The dispatcher contradicts itself; the text tells the story."""
 
 
-@dataclass(slots=True)
-class Job:
-    request: Request
-    urgent: bool
-    operands: tuple[int | None, int | None] = (None, None)  # whose slabs may be kept
-    tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
-    state: list[int] = field(default_factory=list)
-    device: list[int] = field(default_factory=list)
-    cost_s: list[float] = field(default_factory=list)
-    size_bytes: list[int] = field(default_factory=list)
-    down_bytes: list[int] = field(default_factory=list)  # what the device does not hold yet
-    chunk: list[int] = field(default_factory=list)  # inner values at a time; all of them: it is sent whole
-    kept: list[int] = field(default_factory=list)  # 1: its left slab is one that the device keeps; 2: its right one
-    open: int = 0  # blocks neither done nor cut up
-
-    @property
-    def shape(self) -> Shape:
-        return self.request.shape
-
-
-@dataclass(slots=True)
-class Device:
-    credit_blocks: int
-    memory_bytes: int
-    urgent: deque[tuple[int, int]] = field(default_factory=deque)
-    background: deque[tuple[int, int]] = field(default_factory=deque)
-    in_flight: set[tuple[int, int]] = field(default_factory=set)
-    in_flight_bytes: int = 0
-    kept_bytes: int = 0
-    backlog_s: float = 0.0  # modelled seconds of work given and not yet returned
-    refusals: int = 0
-    alive: bool = True
-
-    @property
-    def idle(self) -> bool:
-        return not (self.in_flight or self.urgent or self.background)
-
-
-@dataclass(slots=True)
-class Slabs:
-    """What each device keeps of one operand: one range of its rows a device, empty where high is 0."""
-
-    low: Integers
-    high: Integers
-    row_bytes: int
-
-    def hold(self, devices: Integers, low: Integers, high: Integers) -> NDArray[np.bool_]:
-        inside: NDArray[np.bool_] = (self.low[devices] <= low) & (high <= self.high[devices])
-        return inside
-
-
-@dataclass(slots=True)
-class Turn:
-    """What one event leads to."""
-
-    out: list[Instruction] = field(default_factory=list)
-    send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
-    freed: dict[int, None] = field(default_factory=dict)  # devices that may take more, in order
-
-
-def whole(shape: Shape) -> Integers:
-    """The rectangle that is all of a product's output."""
-    return np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]])
-
-
 class Dispatcher:
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, verify: bool = False) -> None:
+        """`verify`: a job is finished when somebody has said that its blocks are right (CheckJob, JobChecked)."""
         self.jobs: dict[int, Job] = {}
         self.devices: list[Device] = []
         self.profiles = np.empty(0, PROFILE)
         self.stale = 0  # answers that changed nothing
-        self._planner = planner
+        self._planner, self._verify = planner, verify
+        self._losses: dict[int, int] = {}  # loss of devices -> blocks that are still to be done again
+        self._last_loss = 0
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
         self._waiting_total = 0
         self._able = np.empty(0, np.int64)  # ids that take work; a new array whenever they change
         self._slabs: dict[int, Slabs] = {}  # by operand
-        self._orphans: list[tuple[int, Integers]] = []  # rectangles that no device could take yet
+        self._orphans: list[tuple[int, Integers, int]] = []  # rectangles that no device could take yet; their loss
 
     def handle(self, event: Event) -> list[Instruction]:
         """The only way in which anything changes."""
@@ -145,6 +85,8 @@ class Dispatcher:
                 self._failed(event, turn)
             case OperandsForgotten(operands=operands):
                 self._forget(operands)
+            case JobChecked():
+                self._checked(event, turn)
         if self._waiting_total:
             self._feed(turn)
         if turn.send.devices:
@@ -178,14 +120,14 @@ class Dispatcher:
                 for job in jobs:
                     self._plan_together([job], turn)
                 return
-            self._orphans.append((jobs[0], whole(self.jobs[jobs[0]].shape)))
+            self._orphans.append((jobs[0], whole(self.jobs[jobs[0]].shape), 0))
             turn.out.append(JobWaits(jobs[0], str(error)))
             return
         for job, plan in zip(jobs, plans, strict=True):
             self._add(job, plan.tiles, plan.device, plan.fresh, turn)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
-        accepted, finished = [], []
+        accepted, finished, repaired = [], [], []
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
             job = self._land(device, job_id, block)
             if job is None:
@@ -195,13 +137,46 @@ class Dispatcher:
             job.open -= 1
             accepted.append(position)
             turn.freed[device] = None
+            if job.loss[block]:
+                repaired.append(job.loss[block])
             if not job.open and not any(orphan[0] == job_id for orphan in self._orphans):
                 finished.append(job_id)
         if accepted:
             turn.out.append(AcceptBlocks(accepted))
+        for loss in repaired:
+            self._losses[loss] -= 1
+            self._recovered(loss, turn)
         for job_id in finished:
-            del self.jobs[job_id]
-            turn.out.append(JobFinished(job_id))
+            if self._verify:
+                turn.out.append(CheckJob(job_id))
+            else:
+                self._finish(job_id, turn)
+
+    def _finish(self, job_id: int, turn: Turn) -> None:
+        del self.jobs[job_id]
+        turn.out.append(JobFinished(job_id))
+
+    def _recovered(self, loss: int, turn: Turn) -> None:
+        if not self._losses[loss]:
+            del self._losses[loss]
+            turn.out.append(BlocksRecovered(loss))
+
+    def _checked(self, event: JobChecked, turn: Turn) -> None:
+        """Whoever returned a wrong block gets no more work, and what it returned is done again."""
+        job = self.jobs[event.job]
+        if not event.wrong:
+            self._finish(event.job, turn)
+            return
+        if any(job.state[block] != DONE for block in event.wrong):
+            raise ValueError(f"job {event.job}: a block that was not done cannot be wrong")
+        liars = sorted({job.device[block] for block in event.wrong})
+        job.open += len(event.wrong)  # they are open again
+        for block in event.wrong:
+            job.loss[block] = 0  # if it repaired a loss, it was counted when it came
+        alive = [device for device in liars if self.devices[device].alive]
+        turn.out += [SuspendDevice(device, "what it returned was wrong") for device in alive]
+        self._left(alive, turn)
+        self._cut([(event.job, block) for block in event.wrong], turn)
 
     def _failed(self, event: BlocksFailed, turn: Turn) -> None:
         failed: list[tuple[int, int, int]] = []
@@ -232,11 +207,13 @@ class Dispatcher:
             nothing = np.zeros(len(new), np.int64)
             slabs.low, slabs.high = np.concatenate([slabs.low, nothing]), np.concatenate([slabs.high, nothing])
         orphans, self._orphans = self._orphans, []
-        for job_id, tile in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
-            if np.array_equal(tile, whole(self.jobs[job_id].shape)):
+        for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
+            if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
                 self._plan_together([job_id], turn)
             else:
-                self._place(job_id, tile, turn)
+                self._place(job_id, tile, turn, loss=loss)
+                if loss:
+                    self._losses[loss] -= 1  # as an orphan it was counted too
         turn.freed.update(dict.fromkeys(new.tolist()))
 
     def _left(self, devices: list[int], turn: Turn) -> None:
@@ -249,7 +226,12 @@ class Dispatcher:
             self.devices[device] = Device(record.credit_blocks, record.memory_bytes, alive=False)
             turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
-        self._cut(lost, turn)
+        if lost:
+            self._last_loss += 1
+            self._losses[self._last_loss] = 0
+            self._cut(lost, turn, loss=self._last_loss)
+            turn.out.append(BlocksLost(self._last_loss, devices, len(lost)))
+            self._recovered(self._last_loss, turn)
 
     def _forget(self, operands: list[int]) -> None:
         for operand in operands:
@@ -281,15 +263,19 @@ class Dispatcher:
         record.backlog_s = 0.0 if record.idle else record.backlog_s - job.cost_s[block]
         return job
 
-    def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1) -> None:
-        """Cut these rectangles again, over devices that live; first those that somebody waits for."""
+    def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
+        """Cut these rectangles again, over devices that live; first those that somebody waits for. `loss`: why, if
+        devices were lost; a block that already repairs an earlier loss goes on repairing that one."""
         for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].urgent):
             job = self.jobs[job_id]
             job.state[block] = CUT
             job.open -= 1
-            self._place(job_id, job.tiles[block : block + 1], turn, avoid)
+            earlier = job.loss[block]
+            self._place(job_id, job.tiles[block : block + 1], turn, avoid, earlier or loss)
+            if earlier in self._losses:
+                self._losses[earlier] -= 1
 
-    def _place(self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1) -> None:
+    def _place(self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1, loss: int = 0) -> None:
         """Cut one rectangle again, over some of the least busy devices."""
         job = self.jobs[job_id]
         batch, batches, row, rows, column, columns = tile[0].tolist()
@@ -302,14 +288,18 @@ class Dispatcher:
             least_busy = np.argsort(backlog_s, kind="stable")[:RECUT_OVER]
             candidates, backlog_s = candidates[least_busy], backlog_s[least_busy]
         if not len(candidates):
-            self._orphans.append((job_id, tile))
+            self._orphans.append((job_id, tile, loss))
+            if loss:
+                self._losses[loss] = self._losses.get(loss, 0) + 1
             turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
             return
         plan = grid_plan(shape, self.profiles[candidates], backlog_s)
         tiles = plan.tiles + np.array([batch, 0, row, 0, column, 0])
-        self._add(job_id, tiles, candidates[plan.device], plan.fresh, turn)
+        self._add(job_id, tiles, candidates[plan.device], plan.fresh, turn, loss)
 
-    def _add(self, job_id: int, tiles: Integers, devices: Integers, fresh: NDArray[np.bool_], turn: Turn) -> None:
+    def _add(
+        self, job_id: int, tiles: Integers, devices: Integers, fresh: NDArray[np.bool_], turn: Turn, loss: int = 0
+    ) -> None:
         """New blocks of a job, each for its device: sent if there is credit, queued if not."""
         job, first = self.jobs[job_id], len(self.jobs[job_id].state)
         job.tiles = np.concatenate([job.tiles, tiles]) if first else tiles
@@ -330,6 +320,9 @@ class Dispatcher:
         job.down_bytes += down_bytes.tolist()
         job.chunk += chunk.tolist()
         job.kept += kept.tolist()
+        job.loss += [loss] * len(tiles)
+        if loss:
+            self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
         for block, device in enumerate(owners, first):
             record = self.devices[device]
@@ -464,7 +457,7 @@ class Dispatcher:
                 raise InvariantBroken(f"device {index} left and still has work: {record}")
         for job_id, job in self.jobs.items():
             cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
-            orphans = [tile[0] for owner, tile in self._orphans if owner == job_id]
+            orphans = [tile[0] for owner, tile, _ in self._orphans if owner == job_id]
             live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT]
             for b, bs, r, rs, c, cs in (*live, *orphans):
                 cover[b : b + bs, r : r + rs, c : c + cs] += 1
@@ -477,3 +470,10 @@ class Dispatcher:
                     raise InvariantBroken(f"job {job_id} block {block} in state {state} is {places}")
         if where:
             raise InvariantBroken(f"blocks of jobs that are over: {where}")
+        repairs = Counter(loss for _, _, loss in self._orphans if loss)
+        for job in self.jobs.values():
+            repairs.update(
+                x for x, state in zip(job.loss, job.state, strict=True) if x and state in (PENDING, IN_FLIGHT)
+            )
+        if repairs != self._losses:
+            raise InvariantBroken(f"losses that are being repaired: counted {self._losses}, found {dict(repairs)}")

@@ -62,7 +62,15 @@ class BlocksFailed:
     blocks: list[int]
 
 
-Event = DevicesJoined | DevicesLeft | JobsSubmitted | BlocksReturned | BlocksFailed | OperandsForgotten
+@dataclass(frozen=True, slots=True)
+class JobChecked:
+    """All blocks of the job had been returned and were checked; these were wrong."""
+
+    job: int
+    wrong: list[int]
+
+
+Event = DevicesJoined | DevicesLeft | JobsSubmitted | BlocksReturned | BlocksFailed | OperandsForgotten | JobChecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +104,29 @@ class SuspendDevice:
     reason: str
 
 
-Instruction = SendBlocks | AcceptBlocks | JobFinished | JobWaits | SuspendDevice
+@dataclass(frozen=True, slots=True)
+class CheckJob:
+    """All its blocks are there: are they right? To be answered with JobChecked."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLost:
+    """Devices are gone and had these many blocks; what is left of them has been given to others."""
+
+    loss: int
+    devices: list[int]
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRecovered:
+    """All that was lost at that time has been done again."""
+
+    loss: int
+
+
+Instruction = (
+    SendBlocks | AcceptBlocks | JobFinished | JobWaits | SuspendDevice | CheckJob | BlocksLost | BlocksRecovered
+)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.wire import WireError
-from ps.dispatcher import Job
+from ps.ledger import Job
 from ps.operands import Operand
 from ps.planner import Plan, Request, Shape
 
@@ -78,4 +78,8 @@ class Totals:
     result_bytes: int = 0
     sent_bytes: int = 0  # what really went through the sockets: a slab once a connection
     lost_devices: int = 0
+    checked_blocks: int = 0
+    wrong_blocks: int = 0
+    check_s: float = 0.0  # time of the server's thread that checking took
+    busy_s: float = 0.0  # and all its time but waiting
     dropped_messages: int = 0

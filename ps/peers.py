@@ -21,10 +21,10 @@ class Peer:
     """A phone, or a pod with many devices."""
 
     identity: bytes
-    first: int
-    count: int
     heard_s: float
     about: dict[str, str]
+    ids: list[int] = field(default_factory=list)  # of its devices, by their index in this connection
+    index: dict[int, int] = field(default_factory=dict)  # and the other way round
     piece_ids: Iterator[int] = field(default_factory=itertools.count)
     outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ would not take yet; bounded by credit
     streams: deque[Iterator[list[Frame]]] = field(default_factory=deque)  # chunks, packed when the outbox is empty
@@ -33,6 +33,14 @@ class Peer:
     _released: list[int] = field(default_factory=list)
     _lent: dict[tuple[int, int], list[tuple[Held, int]]] = field(default_factory=dict)  # (job, block) -> its pieces
     _borrowers: Counter[int] = field(default_factory=Counter)  # piece -> blocks that need it
+
+    def add(self, ids: range) -> None:
+        self.index.update(zip(ids, range(len(self.ids), len(self.ids) + len(ids)), strict=True))
+        self.ids += ids
+
+    @property
+    def many(self) -> bool:
+        return len(self.ids) > 1
 
     def held(self, job: int, operands: tuple[int, int], kept: int) -> tuple[Held, Held]:
         """Where pieces of a job's left and right operand are found, and put. `kept`: see dispatcher.Job."""
@@ -45,7 +53,7 @@ class Peer:
     def lend(self, job: int, held: tuple[Held, Held], kept: int, parcel: Parcel) -> None:
         """A phone's memory is counted: it gets back the room of a piece as soon as no block needs it. In a pod pieces
         are shared by many devices and stay until their job ends."""
-        if self.count > 1:
+        if self.many:
             return
         for block, *pieces in parcel.blocks[["block", "left", "right"]].tolist():
             mine = [(held[side], piece) for side, piece in enumerate(pieces) if not kept >> side & 1]

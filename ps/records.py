@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,27 +11,56 @@ from numpy.typing import NDArray
 from ps.planner import Integers, Shape
 
 
+@dataclass(slots=True)
+class Loss:
+    """Devices that were lost with work in their hands, and the stopwatch of its recovery."""
+
+    devices: list[int]
+    blocks: int
+    detected_ns: int
+    planned_ns: int  # its rectangles were cut again
+    sent_ns: int = 0  # and sent
+    done_ns: int = 0  # and done; 0: the run ended before
+
+
 class Records:
     def __init__(self) -> None:
-        self._answers: list[tuple[NDArray[np.void], int, int]] = []  # as they came, first device, received
+        self._answers: list[tuple[NDArray[np.void], int]] = []  # as they came, but for the device's id; received
+        self.losses: dict[int, Loss] = {}
+        self._resending: list[Loss] = []
         self._jobs: dict[int, tuple[str, int, int, Integers, NDArray[np.uint64]]] = {}
 
     def answered(
         self,
         answers: NDArray[np.void],
-        first_device: int,
+        ids: list[int],
         received_ns: int,
         counted: set[tuple[int, int, int]] | None = None,
     ) -> None:
-        """The answers of one message; all of them count, or those whose (device, job, block) is in `counted`."""
+        """The answers of one message from a connection with these devices; all of them count, or those whose (device,
+        job, block) is in `counted`."""
+        answers = answers.copy()  # the original holds the whole message
+        answers["device"] = np.array(ids, np.uint32)[answers["device"]]
         if counted is not None:
             kept = []
             for device, job, block in answers[["device", "job", "block"]].tolist():
-                key = (device + first_device, job, block)
+                key = (device, job, block)
                 kept.append(key in counted)
                 counted.discard(key)  # the same answer twice counts once
             answers = answers[kept]
-        self._answers.append((answers.copy(), first_device, received_ns))  # the original holds the whole message
+        self._answers.append((answers, received_ns))
+
+    def lost(self, loss: int, devices: list[int], blocks: int, detected_ns: int, planned_ns: int) -> None:
+        self.losses[loss] = Loss(devices, blocks, detected_ns, planned_ns)
+        self._resending.append(self.losses[loss])
+
+    def sent_again(self, at_ns: int) -> None:
+        for loss in self._resending:
+            loss.sent_ns = at_ns
+        self._resending.clear()
+
+    def recovered(self, loss: int, at_ns: int) -> None:
+        self.losses[loss].done_ns = at_ns
 
     def finished(
         self, job: int, name: str, step: int, shape: Shape, tiles: Integers, sent_ns: NDArray[np.uint64]
@@ -41,10 +71,9 @@ class Records:
         """One row a block, in the order of arrival; times in seconds since the first block was sent."""
         if not self._answers:
             return {}
-        answers = np.concatenate([a for a, _, _ in self._answers])
-        lengths = [len(a) for a, _, _ in self._answers]
-        answers["device"] += np.repeat(np.array([first for _, first, _ in self._answers], np.uint32), lengths)
-        received_ns = np.repeat(np.array([at for _, _, at in self._answers], np.uint64), lengths)
+        answers = np.concatenate([a for a, _ in self._answers])
+        lengths = [len(a) for a, _ in self._answers]
+        received_ns = np.repeat(np.array([at for _, at in self._answers], np.uint64), lengths)
         known = np.isin(answers["job"], np.fromiter(self._jobs, np.uint64, len(self._jobs)))
         answers, received_ns = answers[known], received_ns[known]
         jobs, position = np.unique(answers["job"], return_inverse=True)

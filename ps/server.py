@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import sys
 import threading
@@ -46,11 +47,15 @@ from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
+    BlocksLost,
+    BlocksRecovered,
     BlocksReturned,
+    CheckJob,
     DevicesJoined,
     DevicesLeft,
     Event,
     Instruction,
+    JobChecked,
     JobFinished,
     JobsSubmitted,
     JobWaits,
@@ -60,11 +65,13 @@ from ps.events import (
     SuspendDevice,
 )
 from ps.jobs import Live, Product, Totals
+from ps.ledger import DONE as DONE_BLOCK
 from ps.operands import Operand
 from ps.peers import Peer, printable, raise_file_limit
 from ps.planner import Planner
 from ps.records import Records
 from ps.shipping import Shipping
+from ps.verify import wrong_blocks
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +96,23 @@ class Server:
         run: str = "run",
         heartbeat_s: float = HEARTBEAT_S,
         planner: Planner | None = None,
+        verify: bool = True,
     ) -> None:
         self.totals = Totals()
         self.records = Records()
         self.labels: list[str] = []  # one a device, by id
+        self.suspended: dict[int, str] = {}  # device -> why it gets no more work
         self.notice: Callable[[str], None] = log.warning
         self.error: BaseException | None = None
         self._run, self._heartbeat_s = run, heartbeat_s
-        self._dispatcher = Dispatcher(planner or Planner())
+        self._dispatcher = Dispatcher(planner or Planner(), verify)
         self._jobs: dict[int, Live] = {}
         self._peers: dict[bytes, Peer] = {}
         self._peer_of: list[Peer] = []  # by device id
         self._submitted: deque[Callable[[], None]] = deque()  # what other threads ask this one to do
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
+        self._secret = secrets.randbits(64)  # so that nobody knows what is asked of its blocks
         self._alive = 0
         self._joined = threading.Condition()
         self._complained: set[bytes] = set()
@@ -233,6 +243,7 @@ class Server:
             stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
             timeout_s = 0.001 if stuck else max(0.001, next_beat - time.monotonic())
             ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
+            woke = time.perf_counter()
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(4096)
             heard_all = self._read()
@@ -245,6 +256,7 @@ class Server:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
+            self.totals.busy_s += time.perf_counter() - woke
         for peer in list(self._peers.values()):
             self._shipping.send(peer, Goodbye(self._goodbye))
 
@@ -288,7 +300,7 @@ class Server:
                     self._answered.append((peer, message))
                 case Heartbeat() if peer is not None:
                     pass
-                case Join() if peer is None:
+                case Join():
                     self._join(identity, message)
                 case Leave() if peer is not None:
                     self._take_answers()  # what it returned before it left counts
@@ -311,31 +323,32 @@ class Server:
             self._lose(peer, "it sent what makes no sense")  # it may join again, its blocks do not wait for it
 
     def _join(self, identity: bytes, message: Join) -> None:
+        """A connection, or more devices of one that is there: they get the next indices."""
+        peer = self._peers.setdefault(identity, Peer(identity, time.monotonic(), message.about))
         first = len(self._peer_of)
-        peer = Peer(identity, first, len(message.profiles), time.monotonic(), message.about)
-        self._peers[identity] = peer
-        self._peer_of += [peer] * peer.count
+        new = range(first, first + len(message.profiles))
+        peer.add(new)
+        self._peer_of += [peer] * len(new)
         self.labels += [printable(label) for label in message.labels]
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = False
         self._handle(DevicesJoined(first, message.profiles))
         with self._joined:
-            self._alive += peer.count
+            self._alive += len(new)
             self._joined.notify_all()
 
     def _leave(self, peer: Peer, message: Leave) -> None:
-        if np.any(message.devices >= peer.count):
+        if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
-        leaving = sorted(set((peer.first + message.devices.astype(int)).tolist()))
-        gone = [d for d in leaving if self._dispatcher.devices[d].alive]
-        self._forget(gone)
-        if not any(self._dispatcher.devices[peer.first + i].alive for i in range(peer.count)):
-            self._peers.pop(peer.identity, None)
+        leaving = sorted({peer.ids[index] for index in message.devices.tolist()})
+        self._forget([d for d in leaving if self._dispatcher.devices[d].alive])
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
-        gone = [d for d in range(peer.first, peer.first + peer.count) if self._dispatcher.devices[d].alive]
+        gone = [d for d in peer.ids if self._dispatcher.devices[d].alive]
+        if not gone:
+            return  # all had left before
         self.totals.lost_devices += len(gone)
         what = self.labels[gone[0]] if len(gone) == 1 else f"{len(gone)} devices"
         self.notice(f"lost {what} ({reason}): their blocks go to the others")
@@ -385,15 +398,15 @@ class Server:
         for peer, message in batch:
             cells, start = np.frombuffer(message.data, np.float32), 0
             for device, job, block, status, size, _, _ in message.answers.tolist():
-                if device >= peer.count:
-                    raise WireError(f"an answer names device {device}, the sender has {peer.count}")
+                if device >= len(peer.ids):
+                    raise WireError(f"an answer names device {device}, the sender has {len(peer.ids)}")
                 live = self._jobs.get(job)  # None: its job is finished, the dispatcher will not count it
                 tile = live.tile(block) if live is not None else []
                 if live is not None and status == DONE and size != tile[1] * tile[3] * tile[5]:
                     raise WireError(f"an answer to block {block} of job {job} has {size} cells, which is not its size")
                 event = good if status == DONE else bad
                 answered.append((peer, job, block))
-                event.devices.append(peer.first + device)
+                event.devices.append(peer.ids[device])
                 event.jobs.append(job)
                 event.blocks.append(block)
                 if status == DONE:
@@ -415,17 +428,24 @@ class Server:
             whole = len(positions) == sum(len(message.answers) for _, message in batch)
             counted = None if whole else {(good.devices[p], good.jobs[p], good.blocks[p]) for p in positions}
             for peer, message in batch:
-                self.records.answered(message.answers, peer.first, received_ns, counted)
+                self.records.answered(message.answers, peer.ids, received_ns, counted)
 
         self._handle(good, accept)
 
     # ---- instructions
 
     def _handle(self, event: Event, accept: Callable[[list[int]], None] | None = None) -> None:
-        self._carry_out(self._dispatcher.handle(event), accept)
+        begun_ns = time.monotonic_ns()
+        self._carry_out(self._dispatcher.handle(event), accept, begun_ns)
 
-    def _carry_out(self, instructions: list[Instruction], accept: Callable[[list[int]], None] | None = None) -> None:
-        """Do as the dispatcher says, in its order."""
+    def _carry_out(
+        self,
+        instructions: list[Instruction],
+        accept: Callable[[list[int]], None] | None = None,
+        begun_ns: int = 0,
+    ) -> None:
+        """Do as the dispatcher says, in its order. `begun_ns`: when it was told what has happened."""
+        planned_ns = time.monotonic_ns()
         for instruction in instructions:
             match instruction:
                 case AcceptBlocks(positions=positions):
@@ -442,8 +462,33 @@ class Server:
                     self._said_waiting = True
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
+                    self.suspended[device] = reason
                     with self._joined:
                         self._alive -= 1
+                case CheckJob(job=job):
+                    self._check(job)
+                case BlocksLost(loss=loss, devices=devices, blocks=blocks):
+                    self.records.lost(loss, devices, blocks, begun_ns, planned_ns)
+                case BlocksRecovered(loss=loss):
+                    self.records.recovered(loss, time.monotonic_ns())
+        self.records.sent_again(time.monotonic_ns())
+
+    def _check(self, job: int) -> None:
+        """Are all blocks of this job right?"""
+        begun = time.perf_counter()
+        product, record = self._jobs[job].product, self._jobs[job].job
+        done = np.flatnonzero(np.array(record.state) == DONE_BLOCK)
+        wrong = wrong_blocks(
+            product.left.array, product.right.array, product.out, record.tiles[done], (self._secret, job)
+        )
+        self.totals.checked_blocks += len(done)
+        if wrong:  # they do not count
+            cells = int(np.prod(record.tiles[done[wrong]][:, 1::2], axis=1).sum())
+            self.totals.wrong_blocks += len(wrong)
+            self.totals.blocks -= len(wrong)
+            self.totals.flops -= 2 * cells * product.shape.inner
+        self.totals.check_s += time.perf_counter() - begun
+        self._handle(JobChecked(job, done[wrong].tolist()))
 
     def _finish(self, job: int) -> None:
         live = self._jobs.pop(job)

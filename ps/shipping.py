@@ -71,9 +71,9 @@ class Shipping:
         factors = (product.left, product.right)
         held = peer.held(job, (product.left.id, product.right.id), kept)
         down_bytes = np.array([record.down_bytes[block] for block in blocks])
-        local = np.array(devices) - peer.first
+        local = np.array([peer.index[device] for device in devices])
         for parcel in parcels(
-            job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids, peer.count > 1
+            job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids, peer.many
         ):
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel)
@@ -82,7 +82,7 @@ class Shipping:
         """Messages that bring one block in chunks, each packed when its turn has come."""
         factors, record = (live.product.left, live.product.right), live.job
         source = streamed(
-            job, factors, record.tiles[block], block, device - peer.first, record.chunk[block], peer.piece_ids
+            job, factors, record.tiles[block], block, peer.index[device], record.chunk[block], peer.piece_ids
         )
         for parcel in source:
             yield self._pack(peer, live, parcel)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from agent.errors import Failure
 from emulator.device import Devices
 from ps.cost import BYTES
-from ps.dispatcher import Dispatcher, Job
+from ps.dispatcher import Dispatcher
 from ps.events import (
     BlocksReturned,
     DevicesJoined,
@@ -34,6 +34,7 @@ from ps.events import (
 )
 from ps.executor import Executor, Spent
 from ps.jobs import Product
+from ps.ledger import Job
 from ps.operands import Operand
 from ps.planner import Planner
 

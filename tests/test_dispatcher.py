@@ -20,15 +20,19 @@ from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
 from ps.cost import block_bytes, chunk_length, least_bytes
-from ps.dispatcher import CUT, DONE, IN_FLIGHT, PENDING, REFUSALS_ALLOWED, Dispatcher, InvariantBroken, Job
+from ps.dispatcher import REFUSALS_ALLOWED, Dispatcher, InvariantBroken
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
+    BlocksLost,
+    BlocksRecovered,
     BlocksReturned,
+    CheckJob,
     DevicesJoined,
     DevicesLeft,
     Event,
     Instruction,
+    JobChecked,
     JobFinished,
     JobsSubmitted,
     JobWaits,
@@ -37,6 +41,7 @@ from ps.events import (
     Submission,
     SuspendDevice,
 )
+from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Job
 from ps.planner import Plan, Planner, Request, Shape
 
 Key = tuple[int, int]  # job, block
@@ -424,7 +429,10 @@ def test_the_simulation_goes_everywhere() -> None:
     """Otherwise it would prove nothing."""
     worlds = [life(seed) for seed in SEEDS]
     seen = Counter(type(instruction) for world in worlds for instruction in world.log)
-    assert set(seen) == {SendBlocks, AcceptBlocks, JobFinished, JobWaits, SuspendDevice}
+    assert set(seen) == {SendBlocks, AcceptBlocks, JobFinished, JobWaits, SuspendDevice, BlocksLost, BlocksRecovered}
+    for world in worlds:  # every loss is repaired in the end, once
+        lost = [i.loss for i in world.log if isinstance(i, BlocksLost)]
+        assert sorted(lost) == sorted(i.loss for i in world.log if isinstance(i, BlocksRecovered))
     assert sum(world.dispatcher.stale for world in worlds) > 100
     assert sum(len(world.suspended) for world in worlds) > 2
     assert sum(len(world.finished) for world in worlds) > 100
@@ -613,10 +621,66 @@ def test_a_job_whose_last_device_left_is_resumed_where_it_stood() -> None:
     world.answer(world.in_flight()[0])
     done = int(world.accepted[0].sum())
     instructions = world.leave(0, 1, 2)
-    assert {type(i) for i in instructions} == {JobWaits}
+    assert {type(i) for i in instructions} == {JobWaits, BlocksLost}
     world.join(COMMON)
     world.finish_everything()
     assert 0 < done < world.accepted[0].size
+
+
+def test_a_loss_is_repaired_when_the_last_of_its_rectangles_is_done_again() -> None:
+    world = World()
+    world.join(*[COMMON] * 4)
+    world.submit(Shape(1, 64, 16, 64), given=quarters())
+    (lost,) = [i for i in world.leave(1) if isinstance(i, BlocksLost)]
+    assert (lost.devices, lost.blocks) == ([1], 1)
+    repairs = [answer for answer in world.in_flight() if answer[2] >= 4]
+    assert repairs
+    world.leave(repairs[0][0])  # one of those who repair it is lost too
+    answers = world.in_flight()
+    recovered: list[int] = []
+    while answers:
+        assert not recovered or lost.loss not in recovered[:-1]
+        recovered += [i.loss for i in world.answer(answers[-1]) if isinstance(i, BlocksRecovered)]
+        answers = world.in_flight()
+    assert recovered.count(lost.loss) == 1
+    assert len(recovered) == 2
+
+
+def checking() -> tuple[Dispatcher, list[Instruction]]:
+    dispatcher = Dispatcher(Planner(), verify=True)
+    dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 4)))
+    dispatcher.handle(JobsSubmitted([Submission(0, Request(Shape(1, 64, 16, 64)), True, quarters())]))
+    return dispatcher, dispatcher.handle(BlocksReturned([0, 1, 2, 3], [0] * 4, [0, 1, 2, 3]))
+
+
+def test_a_job_is_finished_when_it_was_checked() -> None:
+    dispatcher, instructions = checking()
+    assert instructions == [AcceptBlocks([0, 1, 2, 3]), CheckJob(0)]
+    dispatcher.check()
+    assert dispatcher.handle(JobChecked(0, [])) == [JobFinished(0)]
+    assert not dispatcher.jobs
+
+
+def test_who_returned_a_wrong_block_is_suspended_and_the_block_is_done_again_by_others() -> None:
+    dispatcher, _ = checking()
+    instructions = dispatcher.handle(JobChecked(0, [2]))
+    dispatcher.check()
+    assert instructions[0] == SuspendDevice(2, "what it returned was wrong")
+    (sent,) = [i for i in instructions if isinstance(i, SendBlocks)]
+    assert 2 not in sent.devices
+    assert dispatcher.handle(BlocksReturned(sent.devices, sent.jobs, sent.blocks))[-1] == CheckJob(0)
+    assert dispatcher.handle(JobChecked(0, [])) == [JobFinished(0)]
+    dispatcher.check()
+
+
+def test_if_everybody_was_wrong_the_job_waits_for_somebody_else() -> None:
+    dispatcher, _ = checking()
+    instructions = dispatcher.handle(JobChecked(0, [0, 1, 2, 3]))
+    assert JobWaits in {type(i) for i in instructions}
+    dispatcher.check()
+    (sent,) = dispatcher.handle(DevicesJoined(4, pack_profiles([COMMON])))
+    assert isinstance(sent, SendBlocks)
+    assert set(sent.devices) == {4}
 
 
 def test_a_newcomer_takes_waiting_work_at_once() -> None:

@@ -1,0 +1,80 @@
+"""What the dispatcher knows of jobs, devices and kept slabs: plain records."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.events import Instruction, SendBlocks
+from ps.planner import Integers, Request, Shape
+
+PENDING, IN_FLIGHT, DONE, CUT = range(4)
+
+
+@dataclass(slots=True)
+class Job:
+    request: Request
+    urgent: bool
+    operands: tuple[int | None, int | None] = (None, None)  # whose slabs may be kept
+    tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    state: list[int] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    cost_s: list[float] = field(default_factory=list)
+    size_bytes: list[int] = field(default_factory=list)
+    down_bytes: list[int] = field(default_factory=list)  # what the device does not hold yet
+    chunk: list[int] = field(default_factory=list)  # inner values at a time; all of them: it is sent whole
+    kept: list[int] = field(default_factory=list)  # 1: its left slab is one that the device keeps; 2: its right one
+    loss: list[int] = field(default_factory=list)  # the loss of devices that it repairs; 0: none
+    open: int = 0  # blocks neither done nor cut up
+
+    @property
+    def shape(self) -> Shape:
+        return self.request.shape
+
+
+@dataclass(slots=True)
+class Device:
+    credit_blocks: int
+    memory_bytes: int
+    urgent: deque[tuple[int, int]] = field(default_factory=deque)
+    background: deque[tuple[int, int]] = field(default_factory=deque)
+    in_flight: set[tuple[int, int]] = field(default_factory=set)
+    in_flight_bytes: int = 0
+    kept_bytes: int = 0
+    backlog_s: float = 0.0  # modelled seconds of work given and not yet returned
+    refusals: int = 0
+    alive: bool = True
+
+    @property
+    def idle(self) -> bool:
+        return not (self.in_flight or self.urgent or self.background)
+
+
+@dataclass(slots=True)
+class Slabs:
+    """What each device keeps of one operand: one range of its rows a device, empty where high is 0."""
+
+    low: Integers
+    high: Integers
+    row_bytes: int
+
+    def hold(self, devices: Integers, low: Integers, high: Integers) -> NDArray[np.bool_]:
+        inside: NDArray[np.bool_] = (self.low[devices] <= low) & (high <= self.high[devices])
+        return inside
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one event leads to."""
+
+    out: list[Instruction] = field(default_factory=list)
+    send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
+    freed: dict[int, None] = field(default_factory=dict)  # devices that may take more, in order
+
+
+def whole(shape: Shape) -> Integers:
+    """The rectangle that is all of a product's output."""
+    return np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]])
