@@ -5,7 +5,7 @@ the instructions in their order.
 
 Always true, and checked by `check()` after every event in tests:
 - the blocks of a job that are not cut up tile its output exactly, so every cell is written exactly once;
-- a block waits in one queue, or is in flight on one device, or is done, or was cut up;
+- a block waits in one queue, or is in flight on one device (on two, if it is overdue), or is done, or was cut up;
 - a late or duplicate answer changes nothing;
 - no device holds more blocks or bytes than its credit: blocks in flight and kept slabs fit its memory together;
 - a job ends as long as one able device lives.
@@ -13,13 +13,12 @@ Always true, and checked by `check()` after every event in tests:
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 from numpy.typing import NDArray
 
 from agent.profile import PROFILE
 from ps.cost import BYTES, block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
+from ps.deadlines import Deadlines
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -38,19 +37,22 @@ from ps.events import (
     OperandsForgotten,
     Submission,
     SuspendDevice,
+    TimePassed,
 )
 from ps.grid import grid_plan
-from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Device, Job, Slabs, Turn, whole
+from ps.invariants import check
+from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Device, Job, Turn, whole
 from ps.planner import Integers, PlanError, Planner, Shape
+from ps.slabs import KeptSlabs
 
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of the least busy survivors
 THEFTS_A_TURN = 32
+COPIES_A_TURN = 32  # overdue blocks that are given to somebody else too
+CORRECTED_EVERY_S = 0.5  # what was learnt about devices changes plans at most so often
+OVERTAKEN_IN_A_ROW = 3  # times, and a device is taken for slower than it said; less may be an accident
+MOST_SLOWER = 1000.0
 NOBODY = "no device is there"
-
-
-class InvariantBroken(AssertionError):
-    """The dispatcher contradicts itself; the text tells the story."""
 
 
 class Dispatcher:
@@ -63,15 +65,23 @@ class Dispatcher:
         self._planner, self._verify = planner, verify
         self._losses: dict[int, int] = {}  # loss of devices -> blocks that are still to be done again
         self._last_loss = 0
+        self.deadlines = Deadlines()
+        self.copies = 0  # overdue blocks that were given to somebody else too
+        self._copies: dict[tuple[int, int], int] = {}  # block -> the second device that has it
+        self._now_s = 0.0
+        self._slower: dict[int, float] = {}  # learnt, and not in the profiles yet
+        self._corrected_s = 0.0
+        self._revision = 0  # of the profiles
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
         self._waiting_total = 0
         self._able = np.empty(0, np.int64)  # ids that take work; a new array whenever they change
-        self._slabs: dict[int, Slabs] = {}  # by operand
+        self._slabs = KeptSlabs()
         self._orphans: list[tuple[int, Integers, int]] = []  # rectangles that no device could take yet; their loss
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way in which anything changes."""
         turn = Turn()
+        self._now_s = now_s
         match event:
             case BlocksReturned():
                 self._returned(event, turn)
@@ -87,8 +97,12 @@ class Dispatcher:
                 self._forget(operands)
             case JobChecked():
                 self._checked(event, turn)
+            case TimePassed():
+                self._help_the_late(turn)
         if self._waiting_total:
             self._feed(turn)
+        if turn.cancel.devices:
+            turn.out.append(turn.cancel)
         if turn.send.devices:
             turn.out.append(turn.send)
         return turn.out
@@ -114,7 +128,9 @@ class Dispatcher:
         try:
             if not len(self._able):
                 raise PlanError(NOBODY)
-            plans = self._planner.plan([self.jobs[job].request for job in jobs], self.profiles, self._able)
+            self._correct_profiles()
+            requests = [self.jobs[job].request for job in jobs]
+            plans = self._planner.plan(requests, self.profiles, self._able, self._revision)
         except PlanError as error:
             if len(jobs) > 1:  # some of them may be possible
                 for job in jobs:
@@ -135,6 +151,7 @@ class Dispatcher:
                 continue
             job.state[block] = DONE
             job.open -= 1
+            self._learn(device, job, job_id, block, turn)
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:
@@ -186,7 +203,8 @@ class Dispatcher:
                 continue
             self.devices[device].refusals += 1
             turn.freed[device] = None
-            failed.append((device, job_id, block))
+            if self._other_holder(device, job_id, block) is None:
+                failed.append((device, job_id, block))
         broken = {d: self.devices[d].refusals for d, _, _ in failed if self.devices[d].refusals > REFUSALS_ALLOWED}
         turn.out += [SuspendDevice(device, f"it failed {refusals} blocks") for device, refusals in broken.items()]
         if broken:
@@ -197,15 +215,15 @@ class Dispatcher:
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:
         if event.first != len(self.devices):
             raise ValueError(f"device ids must be consecutive: got {event.first}, expected {len(self.devices)}")
-        for credit_blocks, memory_bytes in event.profiles[["credit_blocks", "memory_bytes"]].tolist():
-            self.devices.append(Device(credit_blocks, memory_bytes))
+        for credit_blocks, memory_bytes, latency_s in event.profiles[
+            ["credit_blocks", "memory_bytes", "latency_s"]
+        ].tolist():
+            self.devices.append(Device(credit_blocks, memory_bytes, 2 * latency_s))
         new = np.arange(event.first, len(self.devices))
         self.profiles = np.concatenate([self.profiles, event.profiles])
         self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
         self._able = np.concatenate([self._able, new])
-        for slabs in self._slabs.values():
-            nothing = np.zeros(len(new), np.int64)
-            slabs.low, slabs.high = np.concatenate([slabs.low, nothing]), np.concatenate([slabs.high, nothing])
+        self._slabs.grow(len(new))
         orphans, self._orphans = self._orphans, []
         for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
             if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
@@ -220,10 +238,11 @@ class Dispatcher:
         lost: list[tuple[int, int]] = []
         for device in devices:
             record = self.devices[device]
-            lost += [*sorted(record.in_flight), *record.urgent, *record.background]
+            lost += [key for key in sorted(record.in_flight) if self._other_holder(device, *key) is None]
+            lost += [*record.urgent, *record.background]
             self._waiting_total -= int(self._waiting[device])
             self._waiting[device] = 0
-            self.devices[device] = Device(record.credit_blocks, record.memory_bytes, alive=False)
+            self.devices[device] = Device(record.credit_blocks, record.memory_bytes, record.round_trip_s, alive=False)
             turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
         if lost:
@@ -235,18 +254,95 @@ class Dispatcher:
 
     def _forget(self, operands: list[int]) -> None:
         for operand in operands:
-            slabs = self._slabs.pop(operand, None)
-            if slabs is None:
-                continue
             for job in self.jobs.values():  # what has not been sent yet will not be kept
                 for side in (0, 1):
                     if job.operands[side] == operand:
                         job.kept = [bits & ~(1 << side) for bits in job.kept]
-            held = np.flatnonzero(slabs.high)
-            freed = slabs.row_bytes * (slabs.high[held] - slabs.low[held])
-            for device, size in zip(held.tolist(), freed.tolist(), strict=True):
-                if self.devices[device].alive:
-                    self.devices[device].kept_bytes -= size
+            self._slabs.forget(operand, self.devices)
+
+    # ---- stragglers
+
+    def _help_the_late(self, turn: Turn) -> None:
+        """What is overdue is also given to an idle device; the first good answer counts."""
+        late = [
+            (device, key)
+            for device, key in self.deadlines.overdue(self._now_s, COPIES_A_TURN)
+            if key in self.devices[device].in_flight and key not in self._copies
+        ]
+        if not late:
+            return
+        idle = np.array([d for d in self._able.tolist() if self.devices[d].idle], np.int64)
+        for _, (job_id, block) in late:
+            job = self.jobs[job_id]
+            _, batches, _, rows, _, columns = job.tiles[block].tolist()
+            inner, profiles = job.shape.inner, self.profiles[idle]
+            room = chunk_length(batches, rows, inner, columns, usable_bytes(profiles)) >= job.chunk[block]
+            fits = np.array([self._has_credit(self.devices[d], job.size_bytes[block]) for d in idle.tolist()], bool)
+            able = np.flatnonzero(room & fits)
+            if not len(able):
+                continue
+            chunks = -(-inner // job.chunk[block])
+            seconds = block_seconds(profiles[able], batches, rows, inner, columns, None, chunks)
+            best = int(able[np.argmin(seconds)])
+            device = int(idle[best])
+            idle = np.delete(idle, best)
+            self._copies[job_id, block] = device
+            self.copies += 1
+            job.down_bytes[block] = operand_bytes(batches, rows, inner, columns)
+            job.kept[block] = 0
+            sent_s, expected_s, owner = job.sent_s[block], job.expected_s[block], job.device[block]
+            self.devices[device].backlog_s += job.cost_s[block]
+            self._launch(device, self.devices[device], job_id, job, block, turn)
+            job.sent_s[block], job.expected_s[block], job.device[block] = sent_s, expected_s, owner
+
+    def _other_holder(self, device: int, job_id: int, block: int) -> int | None:
+        """Who else computes this block, now that this device will not; it is the only one from now on."""
+        copy = self._copies.pop((job_id, block), None)
+        if copy is None:
+            return None
+        job = self.jobs[job_id]
+        other = copy if device == job.device[block] else job.device[block]
+        job.device[block] = other
+        return other
+
+    def _learn(self, device: int, job: Job, job_id: int, block: int, turn: Turn) -> None:
+        """From an answer that counts: about the model, and about a device that somebody else has overtaken."""
+        took_s, expected_s = self._now_s - job.sent_s[block], job.expected_s[block]
+        copy = self._copies.get((job_id, block))
+        if copy is None or device != copy:
+            self.deadlines.returned(took_s, expected_s)
+            self.devices[device].overtaken.clear()
+        if copy is None:
+            return
+        loser = self._other_holder(device, job_id, block)
+        assert loser is not None
+        job.device[block] = device
+        self._land(loser, job_id, block)
+        turn.freed[loser] = None
+        turn.cancel.devices.append(loser)
+        turn.cancel.jobs.append(job_id)
+        turn.cancel.blocks.append(block)
+        if loser == copy:
+            return
+        record = self.devices[loser]
+        record.overtaken.append(took_s / max(expected_s, 1e-9))  # at least so much longer than its profile says
+        if len(record.overtaken) == OVERTAKEN_IN_A_ROW:
+            self._slower[loser] = min(record.overtaken)
+            record.overtaken.clear()
+
+    def _correct_profiles(self) -> None:
+        if not self._slower or self._now_s < self._corrected_s + CORRECTED_EVERY_S:
+            return
+        self.profiles = self.profiles.copy()
+        for device, factor in self._slower.items():
+            record = self.devices[device]
+            factor = min(factor, MOST_SLOWER / record.slower)
+            record.slower *= factor
+            for rate in ("flops", "down_bps", "up_bps"):
+                self.profiles[rate][device] = max(1.0, self.profiles[rate][device] / factor)
+        self._slower.clear()
+        self._corrected_s = self._now_s
+        self._revision += 1
 
     # ---- what they share
 
@@ -308,7 +404,7 @@ class Dispatcher:
         chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
         if not chunk.all():
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
-        new, kept = self._account(job, tiles, devices, fresh, chunk == inner)
+        new, kept = self._slabs.account(job, tiles, devices, fresh, chunk == inner, self.devices)
         down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
         cost_s = block_seconds(profiles, batches, rows, inner, columns, down_bytes, -(-inner // chunk))
         cost_s -= 2 * profiles["latency_s"]  # latency delays an answer but keeps nothing busy
@@ -321,6 +417,8 @@ class Dispatcher:
         job.chunk += chunk.tolist()
         job.kept += kept.tolist()
         job.loss += [loss] * len(tiles)
+        job.sent_s += [0.0] * len(tiles)
+        job.expected_s += [0.0] * len(tiles)
         if loss:
             self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
@@ -334,36 +432,6 @@ class Dispatcher:
                 self._waiting[device] += 1
                 self._waiting_total += 1
 
-    def _account(
-        self, job: Job, tiles: Integers, devices: Integers, fresh: NDArray[np.bool_], whole: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.bool_], Integers]:
-        """Which slabs each block still has to bring, and which are among those that the device keeps (see Job.kept).
-        A device keeps the first slab of an operand that it gets, if half its memory has room for it."""
-        new = fresh | ~whole[:, None]  # a streamed block brings both, chunk by chunk, and leaves nothing
-        kept = np.zeros(len(tiles), np.int64)
-        for side, operand in enumerate(job.operands):
-            if operand is None or job.shape.batch > 1:
-                continue
-            slabs = self._slabs.get(operand)
-            if slabs is None:
-                nothing = np.zeros(len(self.devices), np.int64)
-                slabs = self._slabs[operand] = Slabs(nothing, nothing.copy(), BYTES * job.shape.inner)
-            low = tiles[:, 2 + 2 * side]
-            high = low + tiles[:, 3 + 2 * side]
-            held = slabs.hold(devices, low, high)
-            candidates = np.flatnonzero(whole & fresh[:, side] & (slabs.high[devices] == 0))
-            owners, first = np.unique(devices[candidates], return_index=True)
-            budget = usable_bytes(self.profiles[owners]).tolist()
-            for device, block, room in zip(owners.tolist(), candidates[first].tolist(), budget, strict=True):
-                size, record = slabs.row_bytes * int(high[block] - low[block]), self.devices[device]
-                with_it = record.kept_bytes + size
-                if with_it <= room and with_it + record.in_flight_bytes <= record.memory_bytes:
-                    record.kept_bytes = with_it
-                    slabs.low[device], slabs.high[device] = low[block], high[block]
-            new[:, side] &= ~held | ~whole
-            kept += (slabs.hold(devices, low, high) & whole) << side
-        return new, kept
-
     def _has_credit(self, record: Device, size_bytes: int) -> bool:
         return (
             len(record.in_flight) < record.credit_blocks
@@ -374,6 +442,10 @@ class Dispatcher:
         job.state[block] = IN_FLIGHT
         record.in_flight.add((job_id, block))
         record.in_flight_bytes += job.size_bytes[block]
+        record.free_s = max(record.free_s, self._now_s) + job.cost_s[block]
+        job.sent_s[block] = self._now_s
+        job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s
+        self.deadlines.sent((job_id, block), device, self._now_s, job.expected_s[block])
         turn.send.devices.append(device)
         turn.send.jobs.append(job_id)
         turn.send.blocks.append(block)
@@ -429,51 +501,6 @@ class Dispatcher:
         self._waiting[thief] += 1
         return True
 
-    # ---- for tests
-
     def check(self) -> None:
         """Raise InvariantBroken if the state contradicts the promises at the top of this file. Slow: for tests."""
-        where: dict[tuple[int, int], list[str]] = {}
-        for index, record in enumerate(self.devices):
-            for key in record.in_flight:
-                where.setdefault(key, []).append(f"in flight on {index}")
-            for key in (*record.urgent, *record.background):
-                where.setdefault(key, []).append(f"queued at {index}")
-            if gone := {job for job, _ in (*record.in_flight, *record.urgent, *record.background)} - set(self.jobs):
-                raise InvariantBroken(f"device {index} has blocks of jobs that are over: {sorted(gone)}")
-            held = sum(self.jobs[j].size_bytes[b] for j, b in record.in_flight)
-            if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
-                raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")
-            if held + record.kept_bytes > record.memory_bytes:
-                raise InvariantBroken(f"device {index} holds more than its {record.memory_bytes} bytes: {record}")
-            kept = (
-                [s.row_bytes * int(s.high[index] - s.low[index]) for s in self._slabs.values()] if record.alive else []
-            )
-            if sum(kept) != record.kept_bytes:
-                raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
-            if len(record.urgent) + len(record.background) != self._waiting[index]:
-                raise InvariantBroken(f"device {index}: {self._waiting[index]} waiting counted, {record}")
-            if not record.alive and not record.idle:
-                raise InvariantBroken(f"device {index} left and still has work: {record}")
-        for job_id, job in self.jobs.items():
-            cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
-            orphans = [tile[0] for owner, tile, _ in self._orphans if owner == job_id]
-            live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT]
-            for b, bs, r, rs, c, cs in (*live, *orphans):
-                cover[b : b + bs, r : r + rs, c : c + cs] += 1
-            if (cover != 1).any():
-                raise InvariantBroken(f"job {job_id}: {int((cover != 1).sum())} cells not covered exactly once")
-            for block, state in enumerate(job.state):
-                places = where.pop((job_id, block), [])
-                expected = {PENDING: f"queued at {job.device[block]}", IN_FLIGHT: f"in flight on {job.device[block]}"}
-                if places != ([expected[state]] if state in expected else []):
-                    raise InvariantBroken(f"job {job_id} block {block} in state {state} is {places}")
-        if where:
-            raise InvariantBroken(f"blocks of jobs that are over: {where}")
-        repairs = Counter(loss for _, _, loss in self._orphans if loss)
-        for job in self.jobs.values():
-            repairs.update(
-                x for x, state in zip(job.loss, job.state, strict=True) if x and state in (PENDING, IN_FLIGHT)
-            )
-        if repairs != self._losses:
-            raise InvariantBroken(f"losses that are being repaired: counted {self._losses}, found {dict(repairs)}")
+        check(self)

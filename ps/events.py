@@ -70,11 +70,34 @@ class JobChecked:
     wrong: list[int]
 
 
-Event = DevicesJoined | DevicesLeft | JobsSubmitted | BlocksReturned | BlocksFailed | OperandsForgotten | JobChecked
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Is anything overdue?"""
+
+
+Event = (
+    DevicesJoined
+    | DevicesLeft
+    | JobsSubmitted
+    | BlocksReturned
+    | BlocksFailed
+    | OperandsForgotten
+    | JobChecked
+    | TimePassed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
+    devices: list[int]
+    jobs: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBlocks:
+    """Somebody else was faster: these need not go on."""
+
     devices: list[int]
     jobs: list[int]
     blocks: list[int]
@@ -128,5 +151,13 @@ class BlocksRecovered:
 
 
 Instruction = (
-    SendBlocks | AcceptBlocks | JobFinished | JobWaits | SuspendDevice | CheckJob | BlocksLost | BlocksRecovered
+    SendBlocks
+    | CancelBlocks
+    | AcceptBlocks
+    | JobFinished
+    | JobWaits
+    | SuspendDevice
+    | CheckJob
+    | BlocksLost
+    | BlocksRecovered
 )

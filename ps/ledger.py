@@ -6,9 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ps.events import Instruction, SendBlocks
+from ps.events import CancelBlocks, Instruction, SendBlocks
 from ps.planner import Integers, Request, Shape
 
 PENDING, IN_FLIGHT, DONE, CUT = range(4)
@@ -28,6 +27,8 @@ class Job:
     chunk: list[int] = field(default_factory=list)  # inner values at a time; all of them: it is sent whole
     kept: list[int] = field(default_factory=list)  # 1: its left slab is one that the device keeps; 2: its right one
     loss: list[int] = field(default_factory=list)  # the loss of devices that it repairs; 0: none
+    sent_s: list[float] = field(default_factory=list)
+    expected_s: list[float] = field(default_factory=list)  # from sending to answer, by the model
     open: int = 0  # blocks neither done nor cut up
 
     @property
@@ -39,12 +40,16 @@ class Job:
 class Device:
     credit_blocks: int
     memory_bytes: int
+    round_trip_s: float
     urgent: deque[tuple[int, int]] = field(default_factory=deque)
     background: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight: set[tuple[int, int]] = field(default_factory=set)
     in_flight_bytes: int = 0
     kept_bytes: int = 0
     backlog_s: float = 0.0  # modelled seconds of work given and not yet returned
+    free_s: float = 0.0  # when, by the model, it has done all that it was sent
+    overtaken: list[float] = field(default_factory=list)  # since it was last in time: by how much it was too slow
+    slower: float = 1.0  # than its profile said, as it turned out
     refusals: int = 0
     alive: bool = True
 
@@ -54,24 +59,12 @@ class Device:
 
 
 @dataclass(slots=True)
-class Slabs:
-    """What each device keeps of one operand: one range of its rows a device, empty where high is 0."""
-
-    low: Integers
-    high: Integers
-    row_bytes: int
-
-    def hold(self, devices: Integers, low: Integers, high: Integers) -> NDArray[np.bool_]:
-        inside: NDArray[np.bool_] = (self.low[devices] <= low) & (high <= self.high[devices])
-        return inside
-
-
-@dataclass(slots=True)
 class Turn:
     """What one event leads to."""
 
     out: list[Instruction] = field(default_factory=list)
     send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
+    cancel: CancelBlocks = field(default_factory=lambda: CancelBlocks([], [], []))
     freed: dict[int, None] = field(default_factory=dict)  # devices that may take more, in order
 
 

@@ -40,6 +40,7 @@ class _Cached:
     solved_for: Integers  # able devices
     able: Integers  # those that the plans, adapted since, are valid for
     plans: list[Plan]
+    revision: int
     uses: int = 0  # since somebody who has joined got a makeshift place in them
 
 
@@ -55,12 +56,14 @@ class Planner:
     def __repr__(self) -> str:
         return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
 
-    def plan(self, requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
-        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted. The requests are ready at the
-        same moment and are planned together."""
+    def plan(
+        self, requests: Sequence[Request], profiles: NDArray[np.void], able: Integers, revision: int = 0
+    ) -> list[Plan]:
+        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revision`: another one, if a
+        device's profile has changed. The requests are ready at the same moment and are planned together."""
         key = tuple(requests)
         kept = self._cache.get(key)
-        if kept is not None:
+        if kept is not None and kept.revision == revision:
             self._cache.move_to_end(key)
             if self._still_valid(kept, able):
                 return kept.plans
@@ -68,7 +71,7 @@ class Planner:
                 return kept.plans
         plans = solved(key, profiles, able) if self.kind == "packed" else gridded(key, profiles, able)
         own = _unchanging(able)
-        self._cache[key] = _Cached(own, own, plans)
+        self._cache[key] = _Cached(own, own, plans, revision)
         self._cache.move_to_end(key)
         if len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)

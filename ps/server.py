@@ -50,6 +50,7 @@ from ps.events import (
     BlocksLost,
     BlocksRecovered,
     BlocksReturned,
+    CancelBlocks,
     CheckJob,
     DevicesJoined,
     DevicesLeft,
@@ -63,6 +64,7 @@ from ps.events import (
     SendBlocks,
     Submission,
     SuspendDevice,
+    TimePassed,
 )
 from ps.jobs import Live, Product, Totals
 from ps.ledger import DONE as DONE_BLOCK
@@ -241,7 +243,8 @@ class Server:
         next_beat = time.monotonic()
         while not self._stopping:
             stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
-            timeout_s = 0.001 if stuck else max(0.001, next_beat - time.monotonic())
+            next_s = min(next_beat, self._dispatcher.deadlines.next_s)
+            timeout_s = 0.001 if stuck else max(0.001, next_s - time.monotonic())
             ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
             woke = time.perf_counter()
             if self._wake_read.fileno() in ready:
@@ -253,6 +256,8 @@ class Server:
                 for peer in list(self._peers.values()):
                     if not self._shipping.drain(peer):
                         self._lose(peer, "its connection is gone")
+            if time.monotonic() >= self._dispatcher.deadlines.next_s:
+                self._handle(TimePassed())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
@@ -363,7 +368,8 @@ class Server:
         numbered = dict(enumerate(products, self._next_job))
         self._next_job += len(products)
         instructions = self._dispatcher.handle(
-            JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
+            JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]),
+            time.monotonic(),
         )
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
@@ -436,7 +442,7 @@ class Server:
 
     def _handle(self, event: Event, accept: Callable[[list[int]], None] | None = None) -> None:
         begun_ns = time.monotonic_ns()
-        self._carry_out(self._dispatcher.handle(event), accept, begun_ns)
+        self._carry_out(self._dispatcher.handle(event, time.monotonic()), accept, begun_ns)
 
     def _carry_out(
         self,
@@ -451,6 +457,9 @@ class Server:
                 case AcceptBlocks(positions=positions):
                     assert accept is not None, "only answers can be accepted"
                     accept(positions)
+                case CancelBlocks():
+                    for peer in self._shipping.cancel(instruction):
+                        self._lose(peer, "its connection is gone")
                 case SendBlocks():
                     for peer in self._shipping.send_blocks(instruction):
                         self._lose(peer, "its connection is gone")

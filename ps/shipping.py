@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import zmq
 
-from agent.wire import Frame, Message, Work, encode, send_frames
-from ps.events import SendBlocks
+from agent.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
+from ps.events import CancelBlocks, SendBlocks
 from ps.jobs import Live, Totals
 from ps.operands import Parcel, parcels, streamed
 from ps.peers import Peer
@@ -63,6 +63,16 @@ class Shipping:
             if peer.streams and peer.identity not in dead and not self.drain(peer):
                 dead[peer.identity] = peer
         return list(dead.values())
+
+    def cancel(self, instruction: CancelBlocks) -> list[Peer]:
+        """Tell devices that these need not go on. Peers that turned out to be gone."""
+        told: dict[bytes, list[tuple[int, int, int]]] = {}
+        for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
+            peer = self._peer_of[device]
+            peer.answered(job, block)
+            told.setdefault(peer.identity, []).append((peer.index[device], job, block))
+        present = [(self._peers[identity], rows) for identity, rows in told.items() if identity in self._peers]
+        return [peer for peer, rows in present if not self.send(peer, Cancel(np.array(rows, REFERENCE)))]
 
     def _parcels(self, peer: Peer, job: int, kept: int, devices: list[int], blocks: list[int]) -> Iterator[list[Frame]]:
         """Messages that bring these blocks whole."""

@@ -116,7 +116,7 @@ class ModelledFleet:
         self._now_s += time.perf_counter() - self._left
 
     def _handle(self, event: Event) -> None:
-        for instruction in self._dispatcher.handle(event):
+        for instruction in self._dispatcher.handle(event, self._now_s):
             match instruction:
                 case SendBlocks():
                     self._send(instruction)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
 from ps.cost import block_bytes, chunk_length, least_bytes
-from ps.dispatcher import REFUSALS_ALLOWED, Dispatcher, InvariantBroken
+from ps.dispatcher import REFUSALS_ALLOWED, Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -41,6 +41,7 @@ from ps.events import (
     Submission,
     SuspendDevice,
 )
+from ps.invariants import InvariantBroken
 from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Job
 from ps.planner import Plan, Planner, Request, Shape
 
@@ -267,7 +268,7 @@ class World:
             if job.kept[block] >> side & 1:
                 assert operand is not None
                 assert job.chunk[block] == job.shape.inner, "a streamed block leaves nothing on its device"
-                if operand in self.dispatcher._slabs:  # not forgotten since
+                if operand in self.dispatcher._slabs.of:  # not forgotten since
                     size = 4 * job.shape.inner * tile[3 + 2 * side]
                     self.slabs[device][operand] = max(size, self.slabs[device].get(operand, 0))
         assert 2 * sum(self.slabs[device].values()) <= self.profiles[device].memory_bytes, f"device {device} keeps more"
@@ -1132,7 +1133,7 @@ def _keeps_more_than_counted(d: Dispatcher) -> None:
 
 
 def _keeps_less_than_counted(d: Dispatcher) -> None:
-    d._slabs[WEIGHT].high[0] = 0
+    d._slabs.of[WEIGHT].high[0] = 0
 
 
 def _no_room_for_what_it_keeps(d: Dispatcher) -> None:

@@ -1,0 +1,51 @@
+"""When a block is overdue: by the cost model, and by how wrong the cost model has been so far.
+
+A block's expected time comes from the model. What it really took, as a multiple of that, is remembered for the latest
+blocks of the whole fleet; overdue is what takes longer than nearly all of them did. No fixed timeout: on a host that
+makes everything late, nobody is late. Pure: the time comes with every call.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+import numpy as np
+
+REMEMBERED = 2048  # blocks
+ENOUGH = 128  # before so many are known nothing is overdue; the margin is found anew as often
+QUANTILE = 0.99
+BEYOND = 1.25  # overdue is what takes so many times the quantile
+
+Key = tuple[int, int]  # job, block
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self.margin = float("inf")
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+        self._fresh = 0
+        self._heap: list[tuple[float, int, Key]] = []  # deadline, device, block
+
+    def sent(self, key: Key, device: int, now_s: float, expected_s: float) -> None:
+        if self.margin < float("inf"):
+            heapq.heappush(self._heap, (now_s + self.margin * expected_s, device, key))
+
+    def returned(self, took_s: float, expected_s: float) -> None:
+        self._ratios.append(took_s / max(expected_s, 1e-9))
+        self._fresh += 1
+        if self._fresh >= ENOUGH:
+            self._fresh = 0
+            self.margin = max(1.0, BEYOND * float(np.quantile(np.array(self._ratios), QUANTILE)))
+
+    @property
+    def next_s(self) -> float:
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def overdue(self, now_s: float, most: int) -> list[tuple[int, Key]]:
+        """Device and block of those whose deadline has passed, each told once. They may have come back since."""
+        found: list[tuple[int, Key]] = []
+        while self._heap and self._heap[0][0] <= now_s and len(found) < most:
+            _, device, key = heapq.heappop(self._heap)
+            found.append((device, key))
+        return found

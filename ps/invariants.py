@@ -1,0 +1,65 @@
+"""What must be true of a dispatcher at any moment. For tests and simulations: it looks at everything, and is slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ps.ledger import CUT, IN_FLIGHT, PENDING
+
+if TYPE_CHECKING:
+    from ps.dispatcher import Dispatcher
+
+
+class InvariantBroken(AssertionError):
+    """The dispatcher contradicts itself; the text tells the story."""
+
+
+def check(of: Dispatcher) -> None:
+    """Raise InvariantBroken if it contradicts its promises, or itself."""
+    where: dict[tuple[int, int], list[str]] = {}
+    for index, record in enumerate(of.devices):
+        for key in record.in_flight:
+            where.setdefault(key, []).append(f"in flight on {index}")
+        for key in (*record.urgent, *record.background):
+            where.setdefault(key, []).append(f"queued at {index}")
+        if gone := {job for job, _ in (*record.in_flight, *record.urgent, *record.background)} - set(of.jobs):
+            raise InvariantBroken(f"device {index} has blocks of jobs that are over: {sorted(gone)}")
+        held = sum(of.jobs[j].size_bytes[b] for j, b in record.in_flight)
+        if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
+            raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")
+        if held + record.kept_bytes > record.memory_bytes:
+            raise InvariantBroken(f"device {index} holds more than its {record.memory_bytes} bytes: {record}")
+        kept = [s.row_bytes * int(s.high[index] - s.low[index]) for s in of._slabs] if record.alive else []
+        if sum(kept) != record.kept_bytes:
+            raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
+        if len(record.urgent) + len(record.background) != of._waiting[index]:
+            raise InvariantBroken(f"device {index}: {of._waiting[index]} waiting counted, {record}")
+        if not record.alive and not record.idle:
+            raise InvariantBroken(f"device {index} left and still has work: {record}")
+    for job_id, job in of.jobs.items():
+        cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
+        orphans = [tile[0] for owner, tile, _ in of._orphans if owner == job_id]
+        live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT]
+        for b, bs, r, rs, c, cs in (*live, *orphans):
+            cover[b : b + bs, r : r + rs, c : c + cs] += 1
+        if (cover != 1).any():
+            raise InvariantBroken(f"job {job_id}: {int((cover != 1).sum())} cells not covered exactly once")
+        for block, state in enumerate(job.state):
+            places = where.pop((job_id, block), [])
+            expected = {PENDING: f"queued at {job.device[block]}", IN_FLIGHT: f"in flight on {job.device[block]}"}
+            copy = of._copies.get((job_id, block))
+            wanted = [expected[state]] if state in expected else []
+            if copy is not None:
+                wanted.append(f"in flight on {copy}")
+            if sorted(places) != sorted(wanted):
+                raise InvariantBroken(f"job {job_id} block {block} in state {state} is {places}")
+    if where:
+        raise InvariantBroken(f"blocks of jobs that are over: {where}")
+    repairs = Counter(loss for _, _, loss in of._orphans if loss)
+    for job in of.jobs.values():
+        repairs.update(x for x, state in zip(job.loss, job.state, strict=True) if x and state in (PENDING, IN_FLIGHT))
+    if repairs != of._losses:
+        raise InvariantBroken(f"losses that are being repaired: counted {of._losses}, found {dict(repairs)}")

@@ -1,0 +1,190 @@
+"""Promises about devices that are late: overdue is judged by what others took, help comes from the idle, the first good
+answer counts once, and whoever was overtaken gets less from then on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.profile import Profile, pack_profiles
+from ps.deadlines import BEYOND, ENOUGH, Deadlines
+from ps.dispatcher import CORRECTED_EVERY_S, OVERTAKEN_IN_A_ROW, Dispatcher
+from ps.events import (
+    AcceptBlocks,
+    BlocksFailed,
+    BlocksLost,
+    BlocksReturned,
+    CancelBlocks,
+    DevicesJoined,
+    DevicesLeft,
+    JobFinished,
+    JobsSubmitted,
+    SendBlocks,
+    Submission,
+    TimePassed,
+)
+from ps.planner import Plan, Planner, Request, Shape
+
+COMMON = Profile(1e9, 0.0, 1e7, 1e7, 0.01, 1 << 40, 4)
+SHAPE = Shape(1, 64, 16, 64)
+
+
+def test_nothing_is_overdue_before_enough_is_known() -> None:
+    deadlines = Deadlines()
+    deadlines.sent((0, 0), 0, now_s=0.0, expected_s=1.0)
+    for _ in range(ENOUGH - 1):
+        deadlines.returned(1.0, 1.0)
+    deadlines.sent((0, 1), 0, now_s=0.0, expected_s=1.0)
+    assert deadlines.overdue(1e9, most=10) == []
+
+
+def test_overdue_is_what_takes_longer_than_nearly_all_did() -> None:
+    deadlines = Deadlines()
+    for i in range(ENOUGH):
+        deadlines.returned(3.0 if i % 2 else 2.0, 1.0)  # a host on which everything takes two or three times as long
+    assert deadlines.margin == BEYOND * 3.0
+    deadlines.sent((0, 0), 7, now_s=10.0, expected_s=2.0)
+    assert deadlines.next_s == 10.0 + 2.0 * deadlines.margin
+    assert deadlines.overdue(deadlines.next_s - 1e-9, most=10) == []
+    assert deadlines.overdue(deadlines.next_s, most=10) == [(7, (0, 0))]
+    assert deadlines.overdue(1e9, most=10) == [], "it is told once"
+
+
+class Clockwork:
+    """A dispatcher with five devices that has seen enough to know what is normal: twice the expected time."""
+
+    def __init__(self, *profiles: Profile) -> None:
+        self.dispatcher = Dispatcher(Planner())
+        self.now_s, self.job = 100.0, 0
+        self.dispatcher.handle(DevicesJoined(0, pack_profiles(profiles or [COMMON] * 5)), self.now_s)
+        for _ in range(ENOUGH):
+            self.dispatcher.deadlines.returned(2.0, 1.0)
+
+    def submit(self, devices: list[int]) -> list[int]:
+        """A product in as many equal parts; its blocks."""
+        height = SHAPE.rows // len(devices)
+        tiles = np.array([(0, 1, height * i, height, 0, SHAPE.columns) for i in range(len(devices))])
+        plan = Plan(tiles, np.array(devices), np.ones((len(devices), 2), bool), 1.0)
+        self.dispatcher.handle(JobsSubmitted([Submission(self.job, Request(SHAPE), True, plan)]), self.now_s)
+        self.dispatcher.check()
+        return list(range(len(devices)))
+
+    def late(self) -> SendBlocks:
+        """Time passes until something is overdue."""
+        out: list[object] = []
+        while not out:  # what has come back since is overdue for nobody
+            self.now_s = max(self.now_s, self.dispatcher.deadlines.next_s)
+            assert self.now_s < float("inf")
+            out += self.dispatcher.handle(TimePassed(), self.now_s)
+            self.dispatcher.check()
+        (sent,) = out
+        assert isinstance(sent, SendBlocks)
+        return sent
+
+    def answer(self, device: int, block: int) -> list[object]:
+        out = self.dispatcher.handle(BlocksReturned([device], [self.job], [block]), self.now_s)
+        self.dispatcher.check()
+        return list(out)
+
+
+def test_what_is_overdue_is_also_given_to_an_idle_device_and_the_first_answer_counts() -> None:
+    world = Clockwork()
+    world.submit([0, 1])
+    world.answer(1, 1)
+    sent = world.late()
+    assert (sent.jobs, sent.blocks) == ([0], [0])
+    (helper,) = sent.devices
+    assert helper != 0
+    assert world.answer(helper, 0) == [AcceptBlocks([0]), JobFinished(0), CancelBlocks([0], [0], [0])]
+    assert world.answer(0, 0) == [], "too late"
+    assert world.dispatcher.stale == 1
+
+
+def test_if_the_late_one_is_first_after_all_the_helper_is_told_to_stop() -> None:
+    world = Clockwork()
+    world.submit([0])
+    (helper,) = world.late().devices
+    assert world.answer(0, 0) == [AcceptBlocks([0]), JobFinished(0), CancelBlocks([helper], [0], [0])]
+    assert all(device.idle for device in world.dispatcher.devices)
+
+
+def test_a_block_gets_one_helper_and_no_more() -> None:
+    world = Clockwork()
+    world.submit([0])
+    world.late()
+    assert world.dispatcher.handle(TimePassed(), 1e9) == []
+
+
+def test_who_is_busy_is_not_asked() -> None:
+    world = Clockwork(*[COMMON] * 2)
+    world.submit([0, 1])
+    assert world.dispatcher.handle(TimePassed(), 1e9) == []
+
+
+def test_the_helper_goes_on_when_the_late_one_is_lost_and_the_other_way_round() -> None:
+    for lost in (0, 1):
+        world = Clockwork()
+        world.submit([0])
+        holders = [0, *world.late().devices]
+        out = world.dispatcher.handle(DevicesLeft([holders[lost]]), world.now_s)
+        world.dispatcher.check()
+        assert not any(isinstance(i, BlocksLost | SendBlocks) for i in out), "nothing was lost"
+        assert JobFinished(0) in world.answer(holders[1 - lost], 0)
+
+
+def test_the_helper_goes_on_when_the_late_one_fails() -> None:
+    world = Clockwork()
+    world.submit([0])
+    (helper,) = world.late().devices
+    assert world.dispatcher.handle(BlocksFailed([0], [0], [0]), world.now_s) == []
+    world.dispatcher.check()
+    assert JobFinished(0) in world.answer(helper, 0)
+
+
+def test_both_lost_is_a_loss() -> None:
+    world = Clockwork()
+    world.submit([0])
+    (helper,) = world.late().devices
+    out = world.dispatcher.handle(DevicesLeft([0, helper]), world.now_s)
+    world.dispatcher.check()
+    assert {BlocksLost, SendBlocks} <= {type(i) for i in out}
+
+
+def shares(world: Clockwork, shape: Shape) -> NDArray[np.int64]:
+    """Cells of each device in the dispatcher's present plan of a product."""
+    dispatcher = world.dispatcher
+    dispatcher._correct_profiles()
+    (plan,) = dispatcher._planner.plan([Request(shape)], dispatcher.profiles, np.arange(6), dispatcher._revision)
+    return np.bincount(plan.device, plan.tiles[:, 3] * plan.tiles[:, 5], 6).astype(np.int64)
+
+
+def test_who_is_overtaken_again_and_again_gets_less_from_then_on() -> None:
+    world = Clockwork(*[replace(COMMON, latency_s=0.0)] * 6)
+    shape = Shape(1, 600, 64, 600)
+    before = shares(world, shape)
+    for _ in range(OVERTAKEN_IN_A_ROW):
+        assert (shares(world, shape) == before).all(), "it may have been an accident"
+        world.submit([0])
+        (helper,) = world.late().devices
+        world.answer(helper, 0)
+        world.now_s += CORRECTED_EVERY_S
+        world.job += 1
+    after = shares(world, shape)
+    assert after[0] < 0.7 * before[0]
+    assert (after[1:] > before[1:]).all()
+
+
+def test_who_is_in_time_between_is_not_slower() -> None:
+    world = Clockwork(*[replace(COMMON, latency_s=0.0)] * 6)
+    before = shares(world, Shape(1, 600, 64, 600))
+    for turn in range(2 * OVERTAKEN_IN_A_ROW):
+        world.submit([0])
+        if turn % 2:
+            world.answer(0, 0)
+        else:
+            world.answer(world.late().devices[0], 0)
+        world.now_s += CORRECTED_EVERY_S
+        world.job += 1
+    assert (shares(world, Shape(1, 600, 64, 600)) == before).all()
