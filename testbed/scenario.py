@@ -271,6 +271,16 @@ class Scenario(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> Scenario:
+        for fault in self.faults:
+            if fault.devices is not None and fault.devices > self.fleet.devices:
+                raise ValueError(
+                    f'a fault, "{fault.do}" at {fault.at}, is for {fault.devices} devices; '
+                    f"fleet.devices is {self.fleet.devices}"
+                )
+        return self
+
     @field_validator("name")
     @classmethod
     def _fit_for_a_folder(cls, name: str) -> str:
@@ -401,7 +411,7 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
     path: KeyPath = tuple(str(part) for part in detail["loc"] if part != "[key]")
     where = next(origins[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in origins)
     key, table = (path[-1] if path else ""), path[:-1]
-    inside = f"in [{'.'.join(table)}]" if table else "at the top"
+    inside = f"in {_heading(table)}" if table else "at the top"
     match detail["type"]:
         case "extra_forbidden":
             return f'{where}: unknown key "{key}" {inside}{_suggest(key, table)}'
@@ -410,7 +420,7 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
         case "value_error":
             problem = str(detail["ctx"]["error"])
         case "model_type":
-            problem = f"it must be a table, [{'.'.join(path)}]"
+            problem = f"it must be a table, {_heading(path)}"
         case _:
             problem = str(detail["msg"]).replace("Input should be", "it must be").replace("'", '"')
     value = detail["input"]
@@ -419,13 +429,19 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
     return f'{where}: "{key}" {inside} is {json.dumps(value, default=str, ensure_ascii=False)}; {problem}'
 
 
+def _heading(table: KeyPath) -> str:
+    """As it stands in a file: [fleet.kinds], and [[faults]] for one of a list."""
+    name = ".".join(part for part in table if not part.isdigit())
+    return f"[[{name}]]" if any(part.isdigit() for part in table) else f"[{name}]"
+
+
 def _suggest(key: str, table: KeyPath) -> str:
     nearest = _nearest_key(key, table)
     if nearest:
         return f'; did you mean "{nearest[0]}"?'
     homes = [section for section in Scenario.model_fields if key in _fields_of((section,))]
     if homes:
-        return f"; it belongs in [{homes[0]}]"
+        return f"; it belongs in {_heading((homes[0], '0') if homes[0] == 'faults' else (homes[0],))}"
     return f"; known keys: {', '.join(_fields_of(table))}"
 
 
