@@ -140,7 +140,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         flops_done=server.totals.flops,
         flops_reference=flops_reference,
         blocks=server.totals.blocks,
-        devices_used=len(used),
+        devices_used=len({server.labels[d] for d in used.tolist()}),  # who returns has a new id and its old label
         bytes_down=server.totals.operand_bytes,
         bytes_up=server.totals.result_bytes,
         socket_bytes_down=server.totals.sent_bytes,
