@@ -17,10 +17,22 @@ Seconds = NDArray[np.float64]
 
 class Devices:
     def __init__(self, profiles: NDArray[np.void]) -> None:
-        self.profiles = profiles
+        self.profiles = profiles.copy()  # as they are now, see `slow`
+        self._told = profiles
         self._downlink_free_s = np.zeros(len(profiles))
         self._processor_free_s = np.zeros(len(profiles))
         self._uplink_free_s = np.zeros(len(profiles))
+
+    def slow(self, devices: list[int], factor: float) -> None:
+        """So many times slower than they said, from now on, in computing and both ways of the link."""
+        for name in ("flops", "down_bps", "up_bps"):
+            self.profiles[name][devices] = self._told[name][devices] / factor
+        self.profiles["overhead_s"][devices] = self._told["overhead_s"][devices] * factor
+
+    def forget(self, devices: list[int]) -> None:
+        """What they had to do is void: they begin anew."""
+        for free_s in (self._downlink_free_s, self._processor_free_s, self._uplink_free_s):
+            free_s[devices] = 0.0
 
     def schedule(
         self,

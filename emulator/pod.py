@@ -4,7 +4,9 @@ Real protocol, real operands, real arithmetic, modelled time. Blocks are compute
 are due, and an answer leaves when it is due, not before. An answer carries the moment it was due, so that the
 run's verdict can say so. One thread: between two blocks the loop looks at the clock.
 
-Started by the testbed, which writes the fleet to standard input; it ends with the run, or when the server falls silent.
+Started by the testbed, which writes the fleet to standard input, one line, and after it orders to misbehave
+(`emulator.faults`); every order carried out is reported as a line on standard output. It ends with the run, or when the
+server falls silent.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -24,13 +28,14 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from agent.connection import Connection
+from agent.connection import SILENT_AFTER, Connection
 from agent.kernels import Array, NumpyKernel
 from agent.operands import BlockRow, Operands
 from agent.profile import PROFILE
 from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Result, WireError, Work
 from emulator.clock import Clock, WallClock
 from emulator.device import Devices
+from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +47,24 @@ Answer = tuple[int, int, int, int, int, float, int]  # in the order of wire.ANSW
 
 
 class Pod:
-    def __init__(self, profiles: NDArray[np.void], labels: list[str], modelled: bool, clock: Clock) -> None:
-        self._join = Join(profiles, labels, {"kind": "pod", "pid": str(os.getpid())})
+    def __init__(
+        self,
+        profiles: NDArray[np.void],
+        labels: list[str],
+        modelled: bool,
+        clock: Clock,
+        orders: Orders,
+        absent: Iterable[int] = (),
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """`absent` devices are not there at first; an order may make them join."""
+        self._profiles, self._labels = profiles, labels
         self._devices = Devices(profiles)
+        self._roster = Roster(len(profiles), absent)
         self._modelled = modelled
         self._clock = clock
+        self._orders = orders
+        self._tell = tell
         self._operands = Operands()
         self._kernel = NumpyKernel()
         self._to_compute: list[tuple[int, int, BlockRow, float]] = []  # heap by due time
@@ -55,32 +73,54 @@ class Pod:
         self._sequence = 0  # breaks ties in the heaps, first come first served
         self._cancelled: set[tuple[int, int]] = set()
         self._spent: dict[tuple[int, int], float] = {}  # modelled seconds so far of blocks that come in chunks
+        self._frozen_until_ns = np.zeros(len(profiles), np.int64)
+        self._liar = Liar()
+        self._unnoticed: list[tuple[int, int]] = []  # heap: when the server would miss the silent one, and its index
+        self._watched: tuple[Connection | None, bool] = (None, False)  # what the poller looks at
+        self._poller = zmq.Poller()
+        self.injected: Counter[str] = Counter()
         self.stopping = False
 
     def run(self, endpoint: str) -> int:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        line = Connection(context, endpoint, self._join)
         try:
+            line = self._connect(context, endpoint)
             while True:
-                wait_s = self._patience_s(line)
-                if wait_s < 0.001:
-                    self._clock.sleep(wait_s)  # a poll counts in milliseconds
-                    wait_s = 0.0
-                match line.receive(wait_s):
+                ready = self._wait(line)
+                for text in self._orders.take(ready):
+                    order = Order.parse(text, len(self._profiles))
+                    if line is None and order.do == "return":
+                        self._return(order, None)
+                        line = self._connect(context, endpoint)
+                    else:
+                        self._obey(order, line)
+                if line is None:  # nobody is there
+                    if self.stopping:
+                        return 0
+                    continue
+                match line.receive(0.0):
                     case Work() as work:
                         self._take(work)
                     case Cancel(blocks=blocks):
                         self._cancelled.update((job, block) for _, job, block in blocks.tolist())
                     case Goodbye():
                         return 0
-                    case Refused(reason=reason):
-                        log.error("the server refused this pod: %s", reason)
-                        return 1
+                    case Refused(reason=reason, final=final):
+                        if final or line.joined is None:
+                            log.error("the server refused this pod: %s", reason)
+                            return 1
+                        log.warning("joining again, the server says: %s", reason)
+                        line.close()
+                        line = self._connect(context, endpoint)
+                        continue
                 self._compute()
                 self._send_due(line)
+                self._report_silent(line)
                 line.beat()
                 if self.stopping:
-                    line.send(Leave(np.arange(len(self._join.profiles), dtype="<u4"), "the testbed stopped this pod"))
+                    line.send(
+                        Leave(np.flatnonzero(self._roster.answering).astype("<u4"), "the testbed stopped this pod")
+                    )
                     line.close(linger_s=1.0)
                     return 0
                 if line.lost:
@@ -89,6 +129,112 @@ class Pod:
         finally:
             context.destroy(linger=500)
 
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Connection | None:
+        """A new connection of all who are there, with nothing left of the one before; None if nobody is."""
+        present = self._roster.renumber()
+        self._operands = Operands()
+        for left_over in (self._to_compute, self._to_send, self._unnoticed, self._cancelled, self._spent):
+            left_over.clear()
+        self._devices.forget(list(range(len(self._profiles))))
+        return Connection(context, endpoint, self._join(present)) if present else None
+
+    def _join(self, devices: list[int]) -> Join:
+        about = {"kind": "pod", "pid": str(os.getpid())}
+        return Join(self._profiles[devices], [self._labels[device] for device in devices], about)
+
+    def _wait(self, line: Connection | None) -> bool:
+        """Until there is something to do; True if orders can be read."""
+        wait_s = 0.5 if line is None else self._patience_s(line)
+        if wait_s < 0.001:
+            self._clock.sleep(wait_s)  # a poll counts in milliseconds
+            wait_s = 0.0
+        watched = (line, self._orders.open)
+        if watched != self._watched:
+            self._watched, self._poller = watched, zmq.Poller()
+            if self._orders.open:
+                self._poller.register(self._orders.descriptor, zmq.POLLIN)
+            if line is not None:
+                self._poller.register(line.socket, zmq.POLLIN)
+        if not any(watched):
+            self._clock.sleep(wait_s)
+            return False
+        return self._orders.descriptor in dict(self._poller.poll(int(wait_s * 1000)))
+
+    # ---- orders
+
+    def _obey(self, order: Order, line: Connection | None) -> None:
+        """Do it, count it, report it. An order to a device that cannot follow it is not carried out for that one: who
+        is away can neither leave nor freeze, who is there cannot return."""
+        now_ns = self._clock.now_ns()
+        there = [device for device in dict.fromkeys(order.devices) if self._roster.is_present(device)]
+        match order.do:
+            case "return":
+                self._return(order, line)
+                return
+            case "leave" if there and line is not None:
+                line.send(Leave(self._roster.dismiss(there), "it left (emulated)"))
+            case "vanish" if there and line is not None:
+                noticed_ns = now_ns + int(1e9 * SILENT_AFTER * line.heartbeat_s)
+                for local in self._roster.dismiss(there).tolist():
+                    heapq.heappush(self._unnoticed, (noticed_ns, local))
+            case "freeze" if there:
+                self._freeze(there, now_ns + int(1e9 * order.seconds))
+            case "slow":
+                there = list(order.devices)  # also when it comes back
+                self._devices.slow(there, order.factor)
+            case "lie":
+                there = list(order.devices)
+                for device in there:
+                    self._liar.begin(device, order.how)
+            case "corrupt":
+                there = self._roster.present
+                if line is not None:
+                    line.socket.send(NONSENSE)
+        self._carried_out(now_ns, order, there)
+
+    def _return(self, order: Order, line: Connection | None) -> None:
+        away = [device for device in dict.fromkeys(order.devices) if not self._roster.is_present(device)]
+        now_ns = self._clock.now_ns()
+        if away:
+            self._roster.admit(away)
+            self._devices.forget(away)
+            self._frozen_until_ns[away] = 0
+            if line is not None:
+                line.send(self._join(away))
+        self._carried_out(now_ns, order, away)
+
+    def _carried_out(self, now_ns: int, order: Order, devices: list[int]) -> None:
+        if devices:
+            self.injected[order.do] += 1
+        self._tell(report(now_ns, order, devices, self.injected[order.do]))
+
+    def _freeze(self, devices: list[int], until_ns: int) -> None:
+        """What they have in hand, too: nothing of it is due before they thaw."""
+        self._frozen_until_ns[devices] = until_ns
+        frozen = set(devices)
+        of: list[int] = self._roster.device.tolist()  # by index in the connection
+        self._to_compute = [
+            (max(due_ns, until_ns) if of[row[0]] in frozen else due_ns, sequence, row, compute_s)
+            for due_ns, sequence, row, compute_s in self._to_compute
+        ]
+        self._to_send = [
+            (late_ns, sequence, (*answer[:6], late_ns), product)
+            for due_ns, sequence, answer, product in self._to_send
+            for late_ns in [max(due_ns, until_ns) if of[answer[0]] in frozen else due_ns]
+        ]
+        heapq.heapify(self._to_compute)
+        heapq.heapify(self._to_send)
+
+    def _report_silent(self, line: Connection) -> None:
+        """A server with one connection a device would have missed them by now."""
+        missed = []
+        while self._unnoticed and self._unnoticed[0][0] <= self._clock.now_ns():
+            missed.append(heapq.heappop(self._unnoticed)[1])
+        if missed:
+            line.send(Leave(np.array(missed, dtype="<u4"), "silent (emulated)"))
+
+    # ---- work
+
     def _patience_s(self, line: Connection) -> float:
         """How long the loop may sleep: not at all while there is something to compute."""
         if self._to_compute:
@@ -96,6 +242,8 @@ class Pod:
         wait_s = line.heartbeat_s / 2
         if self._to_send:
             wait_s = min(wait_s, self._clock.wait_s(max(self._to_send[0][0], self._sent_ns + COALESCE_NS)))
+        if self._unnoticed:
+            wait_s = min(wait_s, self._clock.wait_s(self._unnoticed[0][0]))
         return wait_s
 
     def _take(self, work: Work) -> None:
@@ -103,20 +251,31 @@ class Pod:
         blocks = work.blocks
         if not len(blocks):
             return
-        cells = blocks["batch"].astype(np.int64) * blocks["rows"] * blocks["columns"]
+        if int(blocks["device"].max()) >= len(self._roster.device):
+            raise WireError(f"a block for device {blocks['device'].max()}, there are {len(self._roster.device)}")
         inner = self._operands.inner(int(blocks["left"][0]))  # a message's blocks belong to one job
+        answering = self._roster.answering[blocks["device"]]
+        if not answering.all():
+            for row in blocks[~answering].tolist():
+                self._operands.skip(row)
+            blocks = blocks[answering]
+            if not len(blocks):
+                return
+        device = self._roster.device[blocks["device"]]
+        cells = blocks["batch"].astype(np.int64) * blocks["rows"] * blocks["columns"]
         if self._modelled:
             last = blocks["chunk"] + 1 == blocks["chunks"]  # earlier chunks are added up and send nothing back
             due_s, compute_s = self._devices.schedule(
                 work.stamp_ns / 1e9,
-                blocks["device"].astype(np.int64),
+                device,
                 blocks["down_bytes"].astype(np.int64),
                 2.0 * inner * cells,
                 4 * cells * last,
             )
-            due_ns, computing = (due_s * 1e9).astype(np.int64).tolist(), compute_s.tolist()
+            due, computing = (due_s * 1e9).astype(np.int64), compute_s.tolist()
         else:
-            due_ns, computing = [work.stamp_ns] * len(blocks), [0.0] * len(blocks)
+            due, computing = np.full(len(blocks), work.stamp_ns, np.int64), [0.0] * len(blocks)
+        due_ns: list[int] = np.maximum(due, self._frozen_until_ns[device]).tolist()
         rows: list[BlockRow] = blocks.tolist()
         entries = zip(due_ns, range(self._sequence, self._sequence + len(rows)), rows, computing, strict=True)
         self._sequence += len(rows)
@@ -136,6 +295,9 @@ class Pod:
                     self._cancelled.discard((row[1], row[2]))
                 self._operands.skip(row)
                 continue
+            if not self._roster.answering[row[0]]:
+                self._operands.skip(row)
+                continue
             try:
                 product = self._operands.product(row, self._kernel)
             except KeyError:
@@ -145,6 +307,8 @@ class Pod:
             if product is None:  # more chunks of this block are to come
                 self._spent[row[1:3]] = compute_s
                 continue
+            if self._liar:
+                product = self._liar.answer(int(self._roster.device[row[0]]), product)
             answer = (row[0], row[1], row[2], DONE, product.size, compute_s, due_ns)
             heapq.heappush(self._to_send, (due_ns, sequence, answer, product))
 
@@ -156,7 +320,11 @@ class Pod:
             self._sent_ns = now_ns
             due: list[tuple[int, int, Answer, Array]] = []
             while self._to_send and self._to_send[0][0] <= now_ns + COALESCE_NS and len(due) < ANSWERS_A_MESSAGE:
-                due.append(heapq.heappop(self._to_send))
+                entry = heapq.heappop(self._to_send)
+                if self._roster.answering[entry[2][0]]:
+                    due.append(entry)
+            if not due:
+                continue
             data = due[0][3].reshape(-1) if len(due) == 1 else np.concatenate([d[3].reshape(-1) for d in due])
             line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data))
 
@@ -169,9 +337,11 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
     gc.disable()  # the loop makes no cycles, and a collection would make answers late
-    fleet: dict[str, Any] = json.load(sys.stdin)
+    orders = Orders(sys.stdin.fileno())
+    fleet: dict[str, Any] = json.loads(orders.first_line())
     profiles = np.array([tuple(row) for row in fleet["profiles"]], dtype=PROFILE)
-    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock())
+    absent = fleet.get("absent", ())
+    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock(), orders, absent, tell)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True
@@ -183,6 +353,13 @@ def main(arguments: list[str] | None = None) -> int:
     except WireError as error:
         log.error("the server sent work that does not add up: %s", error)
         return 1
+    except OrderError as error:
+        log.error("%s", error)
+        return 1
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def die_with_parent() -> None:

@@ -1,12 +1,19 @@
-"""Pods as processes of this machine: started together, watched, and gone when the run is over, whatever happens."""
+"""Pods as processes of this machine: started together, watched, and gone when the run is over, whatever happens.
+
+Orders (`emulator.faults`) go to a pod's standard input, its reports come from its standard output. Neither ever blocks:
+what a pipe does not take waits here until `exchange` is called the next time.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from types import TracebackType
+from typing import Any
 
 import psutil
 
@@ -19,35 +26,108 @@ class LaunchError(Failure):
 
 
 class Pods:
-    def __init__(self, fleet: Fleet, count: int, address: str, links: str) -> None:
+    def __init__(self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = ()) -> None:
+        """`absent` devices of the fleet are not there at first."""
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._killed: set[int] = set()
+        self._ended: set[int] = set()  # will report no more
+        self._count = count
+        self._outbox: list[bytes] = []
+        self._inbox: list[bytes] = []
         labels = [f"{d}/{n}/{i}" for i, (d, n) in enumerate(zip(fleet.device_names, fleet.network_names, strict=True))]
+        away = set(absent)
         try:
             for pod in range(min(count, len(fleet))):
                 mine = slice(pod, None, count)  # dealt out, so that every pod has the same mix
                 process = subprocess.Popen(
                     [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links],
                     stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    text=True,
                     env=environment,
                     start_new_session=True,  # Ctrl-C is for us; we tell them
                 )
                 self._processes.append(process)
+                self._outbox.append(b"")
+                self._inbox.append(b"")
                 assert process.stdin is not None
-                with process.stdin as pipe:
-                    json.dump({"profiles": fleet.profiles[mine].tolist(), "labels": labels[mine]}, pipe)
+                assert process.stdout is not None
+                part = {
+                    "profiles": fleet.profiles[mine].tolist(),
+                    "labels": labels[mine],
+                    "absent": [at for at, device in enumerate(range(len(fleet))[mine]) if device in away],
+                }
+                process.stdin.write(json.dumps(part).encode() + b"\n")
+                process.stdin.flush()
+                os.set_blocking(process.stdin.fileno(), False)
+                os.set_blocking(process.stdout.fileno(), False)
         except BaseException:
             self.stop()
             raise
 
+    def __len__(self) -> int:
+        return len(self._processes)
+
     def check(self) -> None:
-        """Raise if a pod has died while the run goes on."""
-        for process in self._processes:
-            if process.poll() is not None:
-                said = process.stderr.read().strip() if process.stderr else ""
+        """Raise if a pod has died while the run goes on, unless it was killed on purpose."""
+        for pod, process in enumerate(self._processes):
+            if pod not in self._killed and process.poll() is not None:
+                said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
                 raise LaunchError(f"a pod ended with code {process.returncode}: {said or 'it said nothing'}")
+
+    # ---- faults
+
+    def place(self, device: int) -> tuple[int, int]:
+        """Which pod a device of the fleet is in, and its index there."""
+        return device % self._count, device // self._count
+
+    def device(self, pod: int, index: int) -> int:
+        """The other way round."""
+        return index * self._count + pod
+
+    def order(self, pod: int, order: Mapping[str, Any]) -> None:
+        """Goes out with the next `exchange`."""
+        self._outbox[pod] += json.dumps(order).encode() + b"\n"
+
+    def kill(self, pod: int) -> None:
+        """kill -9, on purpose: its devices are lost, and the run goes on."""
+        self._killed.add(pod)
+        self._outbox[pod] = b""
+        self._processes[pod].kill()
+
+    def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
+        """Send the orders that wait, and take the reports that are there, or come within that time: (pod, report)."""
+        outputs = {p.stdout.fileno(): i for i, p in enumerate(self._processes) if p.stdout and i not in self._ended}
+        for pod, process in enumerate(self._processes):
+            if self._outbox[pod] and process.stdin is not None:
+                try:
+                    sent = os.write(process.stdin.fileno(), self._outbox[pod])
+                except BlockingIOError:
+                    continue  # the pipe is full; later
+                except BrokenPipeError:
+                    sent = len(self._outbox[pod])  # it has ended; `check` will say so
+                self._outbox[pod] = self._outbox[pod][sent:]
+        reports: list[tuple[int, dict[str, Any]]] = []
+        poll = select.poll()
+        for descriptor in outputs:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(int(1000 * wait_s)):
+            pod = outputs[descriptor]
+            while True:
+                try:
+                    read = os.read(descriptor, 1 << 16)
+                except BlockingIOError:
+                    break
+                if not read:
+                    self._ended.add(pod)
+                    break
+                self._inbox[pod] += read
+            *lines, self._inbox[pod] = self._inbox[pod].split(b"\n")
+            reports += [(pod, json.loads(line)) for line in lines]
+        return reports
+
+    # ---- the end
 
     def memory_bytes(self) -> int:
         total = 0
@@ -73,8 +153,9 @@ class Pods:
                     if insist is not None:
                         insist(process)
         for process in self._processes:
-            if process.stderr is not None:
-                process.stderr.close()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
     def __enter__(self) -> Pods:
         return self

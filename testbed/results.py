@@ -65,6 +65,8 @@ class Summary:
     fidelity: dict[str, Any]
     verdict: str
     reasons: list[str] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against asked for
+    audit_line: str = ""  # the same in a line
     version: int = RESULTS_VERSION
 
 
@@ -185,6 +187,8 @@ def print_summary(console: Console, s: Summary) -> None:
         rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items())))
     if s.lost_devices:
         rows.append(("devices lost", str(s.lost_devices)))
+    if s.audit_line:
+        rows.append(("faults and churn", s.audit_line))
     for label, text in rows:
         table.add_row(label, text if label == "verdict" else escape(text))  # a device's name is a stranger's text
     console.print(table)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ps.text import batches, read_text
 from ps.trainer import Step, gradients, train
 from testbed import interrupts
 from testbed.display import Display
+from testbed.inject import Injector, churn_schedule, describe, injecting, plan_faults
 from testbed.launch import Pods
 from testbed.predict import predict_step
 from testbed.report import write_report, write_trace
@@ -62,6 +64,10 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     fleet = make_fleet(asked, scenario.seed)
     cores = os.cpu_count() or 1
     pod_count = min(len(fleet), cores if asked.pods == "auto" else asked.pods)
+    faults = plan_faults(scenario.faults, fleet.network_names, pod_count, scenario.seed)
+    churn = churn_schedule(scenario.churn, len(fleet), scenario.seed) if scenario.churn else None
+    absent: list[int] = [] if churn is None else np.flatnonzero(~churn.present).tolist()
+    expected = len(fleet) - len(absent)  # devices at the beginning
     model_name = scenario.model.name or Path(scenario.model.config or "").stem
     torch.set_num_threads(max(1, cores // 2))  # the other half belongs to the pods
 
@@ -82,19 +88,21 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     events.write("server", address=server.address)
     pods_begun = time.monotonic()
     try:
-        with Pods(fleet, pod_count, server.address, scenario.links.kind) as pods:
+        with Pods(fleet, pod_count, server.address, scenario.links.kind, absent) as pods:
+            how = scenario.churn.how if scenario.churn else ""
+            injector = Injector(pods, faults, churn, how, events.write)
             try:
                 with display.phase(
-                    f"{len(fleet):,} devices join",
-                    lambda: server.devices / len(fleet),
-                    lambda: f"{server.devices:,} of {len(fleet):,}",
+                    f"{expected:,} devices join",
+                    lambda: server.devices / expected,
+                    lambda: f"{server.devices:,} of {expected:,}",
                 ):
-                    _wait_for_devices(server, pods, len(fleet))
+                    _wait_for_devices(server, pods, expected)
                 joined_s = time.monotonic() - pods_begun
                 display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
                 events.write("joined", devices=server.devices)
                 reference, reference_weights, flops_reference = _reference(scenario, config, data, display)
-                trained = _distributed(scenario, config, data, server, planner, pods, display, events)
+                trained = _distributed(scenario, config, data, server, planner, pods, injector, display, events)
                 executor, steps, weights, rows, predicted_s = trained
                 memory_bytes = psutil.Process().memory_info().rss + pods.memory_bytes()
             finally:
@@ -102,6 +110,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     finally:
         events.close()
 
+    audit = injector.audit()
     columns = server.records.columns()
     verdict = fidelity.judge(columns["sent_s"], columns["due_s"], columns["received_s"])
     losses, reference_losses = [s.loss for s in steps], [s.loss for s in reference]
@@ -131,7 +140,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         flops_done=server.totals.flops,
         flops_reference=flops_reference,
         blocks=server.totals.blocks,
-        devices_used=len(used),
+        devices_used=len({server.labels[d] for d in used.tolist()}),  # who returns has a new id and its old label
         bytes_down=server.totals.operand_bytes,
         bytes_up=server.totals.result_bytes,
         socket_bytes_down=server.totals.sent_bytes,
@@ -143,6 +152,8 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         fidelity=asdict(verdict),
         verdict=verdict.verdict,
         reasons=[] if verdict.verdict == fidelity.VALID else [verdict.reason],
+        audit=audit,
+        audit_line=describe(audit),
     )
     if not difference <= LOSS_TOLERANCE:
         summary.verdict = "FAILED"
@@ -229,6 +240,7 @@ def _distributed(
     server: Server,
     planner: Planner,
     pods: Pods,
+    injector: Injector,
     display: Display,
     events: EventLog,
 ) -> tuple[Executor, list[Step], list[torch.Tensor], list[dict[str, Any]], float | None]:
@@ -258,6 +270,8 @@ def _distributed(
     def before_step(number: int) -> None:
         interrupts.check()
         pods.check()
+        if injector.error is not None:
+            raise injector.error
         executor.step = number
         executor.weights_changed()
 
@@ -282,10 +296,13 @@ def _distributed(
         events.write("step", **row)
         rows.append(row)
 
-    with display.phase(
-        "training",
-        lambda: min(1.0, server.totals.flops / (flops_per_step * len(data))),
-        lambda: f"step {len(done) + 1}, {server.totals.blocks:,} blocks, {server.devices:,} devices",
+    with (
+        display.phase(
+            "training",
+            lambda: min(1.0, server.totals.flops / (flops_per_step * len(data))),
+            lambda: f"step {len(done) + 1}, {server.totals.blocks:,} blocks, {server.devices:,} devices",
+        ),
+        injecting(injector) if scenario.faults or scenario.churn else nullcontext(),
     ):
         steps = train(model, forward, data, before_step=before_step, after_step=after_step, **_settings(scenario))
     return executor, steps, [p.detach() for p in model.parameters()], rows, predicted_s

@@ -17,11 +17,12 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agent.errors import UserError
+from agent.units import parse_duration
 from emulator.zoo import load_device, load_network
 from testbed.toml_lines import KeyPath, line_of_each_key, parse_key, split_syntax_error
 
@@ -32,6 +33,8 @@ _INSTEAD = {
     ("fleet", "uniform"): ("kinds", "networks"),
     ("fleet", "kinds"): ("uniform",),
     ("fleet", "networks"): ("uniform",),
+    ("churn", "trace"): ("kind", "leave_per_minute", "mean_away"),
+    ("churn", "kind"): ("trace",),
 }
 NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 
@@ -61,6 +64,33 @@ def _known_network(name: str) -> str:
     return load_network(name).name
 
 
+def _duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+def parse_percent(text: str) -> float:
+    """0.1 from "10%"."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", text, re.ASCII)
+    if not match or not 0 < float(match[1]) < 1e6:
+        raise ValueError('it must be a percentage above 0, for example "10%"')
+    return float(match[1]) / 100
+
+
+def _rate(text: str) -> str:
+    parse_percent(text)
+    return text
+
+
+def _part(text: str) -> str:
+    if parse_percent(text) > 1:
+        raise ValueError("there are no more than 100% of the devices")
+    return text
+
+
+Duration = Annotated[str, AfterValidator(_duration)]  # stays as it was written
+Rate = Annotated[str, AfterValidator(_rate)]
+Part = Annotated[str, AfterValidator(_part)]
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FilePath = Annotated[str, AfterValidator(_existing_file)]
 TextPath = Annotated[str, AfterValidator(_existing_file_or_stdlib)]
@@ -147,6 +177,76 @@ class Launch(_Section):
     kind: Literal["processes"] = "processes"
 
 
+# a fault, and the keys that it needs beside at, do and whom it is for
+_NEEDS = {"freeze": ("seconds",), "slow": ("factor",), "lie": ("how",), "flap": ("times", "period")}
+_MAY_HAVE = {"leave": ("seconds",), "vanish": ("seconds",)}
+_OF_PODS = ("kill", "corrupt")
+_EXAMPLES = {"seconds": "5", "factor": "4", "how": '"noise"', "times": "3", "period": '"10 s"'}
+
+
+class Fault(_Section):
+    at: Duration  # after the first step begins
+    do: Literal["leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill", "flap"]
+    devices: int | None = Field(default=None, ge=1)  # so many, chosen by the seed
+    share: Part | None = None  # or this part of the fleet
+    network: NetworkName | None = None  # or all devices of one access network
+    pods: int | None = Field(default=None, ge=1)  # of kill and corrupt, chosen by the seed; 1 if not given
+    seconds: float | None = Field(default=None, gt=0, le=1e6)  # of freeze; of leave and vanish: until they return
+    factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is as fast as the profile says
+    how: Literal["noise", "element", "stale", "zeros", "nan"] | None = None  # of lie
+    times: int | None = Field(default=None, ge=1, le=10_000)  # of flap
+    period: Duration | None = None  # of flap: away for half of it, back for the other half
+
+    @property
+    def at_s(self) -> float:
+        return parse_duration(self.at)
+
+    @model_validator(mode="after")
+    def _what_it_needs(self) -> Fault:
+        whom = [key for key in ("devices", "share", "network") if getattr(self, key) is not None]
+        if self.do in _OF_PODS:
+            if whom:
+                raise ValueError(f'"{self.do}" is done to whole pods: write pods = 1 instead of {whom[0]}')
+        elif self.pods is not None:
+            raise ValueError(f'"{self.do}" is done to devices: write devices = 5, share = "10%" or network instead')
+        elif len(whom) != 1:
+            raise ValueError(
+                f'give one of devices = 5, share = "10%" or network = "uk-ftth" to say whom "{self.do}" is for'
+            )
+        needs = _NEEDS.get(self.do, ())
+        for key in needs:
+            if getattr(self, key) is None:
+                raise ValueError(f'"{self.do}" needs {key}, for example {key} = {_EXAMPLES[key]}')
+        for key in _EXAMPLES:
+            if getattr(self, key) is not None and key not in (*needs, *_MAY_HAVE.get(self.do, ())):
+                raise ValueError(f'"{self.do}" has no {key}: leave it out')
+        return self
+
+
+class Churn(_Section):
+    trace: FilePath | None = None  # a CSV or JSON file of sessions
+    kind: Literal["poisson", "flash", "seti"] | None = None  # or sessions made up by the seed
+    leave_per_minute: Rate | None = None  # of poisson: part of those who are there
+    mean_away: Duration | None = None  # of poisson
+    speed_up: float = Field(default=1.0, gt=0, le=1e6)  # seconds of the trace in a second of the run
+    offset: Duration = "0 s"  # where in the trace the run begins
+    how: Literal["vanish", "leave"] = "vanish"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Churn:
+        if (self.trace is None) == (self.kind is None):
+            raise ValueError('give either trace = "path.csv" or kind = "poisson", "flash" or "seti", one of the two')
+        poisson = {"leave_per_minute": '"30%"', "mean_away": '"20 s"'}
+        for key, example in poisson.items():
+            if self.kind == "poisson" and getattr(self, key) is None:
+                raise ValueError(f'kind = "poisson" needs {key}, for example {key} = {example}')
+            if self.kind != "poisson" and getattr(self, key) is not None:
+                raise ValueError(f'{key} belongs to kind = "poisson": leave it out')
+        if self.mean_away is not None and parse_duration(self.mean_away) == 0:
+            raise ValueError("mean_away must be more than 0")
+        return self
+
+
 class Scenario(_Section):
     name: str = Field(max_length=64)
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -159,6 +259,8 @@ class Scenario(_Section):
     clock: ClockSection = ClockSection()
     server: Server = Server()
     launch: Launch = Launch()
+    churn: Churn | None = None
+    faults: list[Fault] = []
 
     @model_validator(mode="after")
     def _equal_parts(self) -> Scenario:
@@ -167,6 +269,16 @@ class Scenario(_Section):
                 f"training.micro_batches is {self.training.micro_batches}; it must divide data.batch, "
                 f"which is {self.data.batch}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> Scenario:
+        for fault in self.faults:
+            if fault.devices is not None and fault.devices > self.fleet.devices:
+                raise ValueError(
+                    f'a fault, "{fault.do}" at {fault.at}, is for {fault.devices} devices; '
+                    f"fleet.devices is {self.fleet.devices}"
+                )
         return self
 
     @field_validator("name")
@@ -247,7 +359,7 @@ def _read(path_or_name: str) -> tuple[str, str, Path, str]:
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
-    for section, key in (("model", "config"), ("data", "text")):
+    for section, key in (("model", "config"), ("data", "text"), ("churn", "trace")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str) and table[key] != "stdlib":
             table[key] = str(folder / Path(table[key]).expanduser())
@@ -299,7 +411,7 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
     path: KeyPath = tuple(str(part) for part in detail["loc"] if part != "[key]")
     where = next(origins[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in origins)
     key, table = (path[-1] if path else ""), path[:-1]
-    inside = f"in [{'.'.join(table)}]" if table else "at the top"
+    inside = f"in {_heading(table)}" if table else "at the top"
     match detail["type"]:
         case "extra_forbidden":
             return f'{where}: unknown key "{key}" {inside}{_suggest(key, table)}'
@@ -308,7 +420,7 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
         case "value_error":
             problem = str(detail["ctx"]["error"])
         case "model_type":
-            problem = f"it must be a table, [{'.'.join(path)}]"
+            problem = f"it must be a table, {_heading(path)}"
         case _:
             problem = str(detail["msg"]).replace("Input should be", "it must be").replace("'", '"')
     value = detail["input"]
@@ -317,13 +429,19 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
     return f'{where}: "{key}" {inside} is {json.dumps(value, default=str, ensure_ascii=False)}; {problem}'
 
 
+def _heading(table: KeyPath) -> str:
+    """As it stands in a file: [fleet.kinds], and [[faults]] for one of a list."""
+    name = ".".join(part for part in table if not part.isdigit())
+    return f"[[{name}]]" if any(part.isdigit() for part in table) else f"[{name}]"
+
+
 def _suggest(key: str, table: KeyPath) -> str:
     nearest = _nearest_key(key, table)
     if nearest:
         return f'; did you mean "{nearest[0]}"?'
     homes = [section for section in Scenario.model_fields if key in _fields_of((section,))]
     if homes:
-        return f"; it belongs in [{homes[0]}]"
+        return f"; it belongs in {_heading((homes[0], '0') if homes[0] == 'faults' else (homes[0],))}"
     return f"; known keys: {', '.join(_fields_of(table))}"
 
 
@@ -335,7 +453,10 @@ def _fields_of(table: Iterable[object]) -> list[str]:
     """The keys that a table may have; none where its keys are names of the user's choice."""
     section: Any = Scenario
     for part in table:
+        if str(part).isdigit():
+            continue  # one of a list of tables
         section = section.model_fields[part].annotation
+        section = next((s for s in get_args(section) if isinstance(s, type) and issubclass(s, BaseModel)), section)
     return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
 
 
@@ -349,12 +470,17 @@ def dump_scenario(scenario: Scenario) -> str:
 
 def _lines(table: Mapping[str, Any], path: KeyPath) -> Iterable[str]:
     for key, value in table.items():
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping | list):
             yield f"{_quote_key(key)} = {_quote(value)}"
     for key, value in table.items():
+        name = ".".join(_quote_key(part) for part in (*path, key))
         if isinstance(value, Mapping):
-            yield f"\n[{'.'.join(_quote_key(part) for part in (*path, key))}]"
+            yield f"\n[{name}]"
             yield from _lines(value, (*path, key))
+        elif isinstance(value, list):  # of tables
+            for item in value:
+                yield f"\n[[{name}]]"
+                yield from _lines(item, (*path, key))
 
 
 def _quote_key(key: str) -> str:

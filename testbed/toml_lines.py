@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from typing import Any
 
 KeyPath = tuple[str, ...]
 
 _HEADER = re.compile(r"\s*\[(?P<key>[^\[\]]+)\]\s*(#.*)?")
+_LIST_HEADER = re.compile(r"\s*\[\[(?P<key>[^\[\]]+)\]\]\s*(#.*)?")
 _ASSIGNMENT = re.compile(r"""\s*(?P<key>(?:[A-Za-z0-9_.\s-]|"[^"]*"|'[^']*')+?)\s*=""")
 _PLACE = re.compile(r"\s*\(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
 
@@ -34,12 +36,20 @@ def parse_key(text: str) -> KeyPath | None:
 
 
 def line_of_each_key(text: str) -> dict[KeyPath, int]:
-    """Line number, from 1, of every key and table header found; the first place counts."""
+    """Line number, from 1, of every key and table header found; the first place counts. Tables of a list, [[faults]],
+    have their number in the key: ("faults", "0", "at")."""
     lines: dict[KeyPath, int] = {}
+    tables: Counter[KeyPath] = Counter()
     table: KeyPath = ()
     for number, line in enumerate(text.split("\n"), start=1):
         if header := _HEADER.fullmatch(line.rstrip("\r")):
             table = parse_key(header["key"]) or ()
+            lines.setdefault(table, number)
+        elif header := _LIST_HEADER.fullmatch(line.rstrip("\r")):
+            name = parse_key(header["key"]) or ()
+            table = (*name, str(tables[name]))
+            tables[name] += 1
+            lines.setdefault(name, number)
             lines.setdefault(table, number)
         elif (assignment := _ASSIGNMENT.match(line)) and (key := parse_key(assignment["key"])):
             lines.setdefault(table + key, number)

@@ -333,3 +333,125 @@ def test_lines_of_keys_are_found_behind_tables_quotes_and_dots() -> None:
 
 def test_what_is_more_than_one_key_is_no_key() -> None:
     assert parse_key("a = 1\nb") is None
+
+
+# ---- faults and churn
+
+FAULTY = """
+[churn]
+kind = "poisson"
+leave_per_minute = "30%"
+mean_away = "20 s"
+how = "leave"
+
+[[faults]]
+at = "20 s"
+do = "vanish"
+share = "10%"
+seconds = 5.0
+
+[[faults]]
+at = "1 min"
+do = "lie"
+devices = 5
+how = "noise"
+
+[[faults]]
+at = "90 s"
+do = "kill"
+pods = 1
+"""
+
+
+def faulty(folder: Path, old: str = "", new: str = "") -> tuple[str, str]:
+    """The quickstart with faults and churn, one thing changed: path and text."""
+    assert old in FAULTY
+    text = QUICKSTART + (FAULTY.replace(old, new, 1) if old else FAULTY)
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path), text
+
+
+def test_by_default_there_are_neither_faults_nor_churn() -> None:
+    scenario = load_scenario("quickstart")
+    assert (scenario.churn, scenario.faults) == (None, [])
+
+
+def test_faults_and_churn_load_and_survive_writing(tmp_path: Path) -> None:
+    scenario = load_scenario(faulty(tmp_path)[0])
+    assert scenario.churn is not None
+    assert [(fault.at_s, fault.do) for fault in scenario.faults] == [(20.0, "vanish"), (60.0, "lie"), (90.0, "kill")]
+    again = tmp_path / "again.toml"
+    again.write_text(dump_scenario(scenario), encoding="utf-8")
+    assert load_scenario(str(again)) == scenario
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "message"),
+    [
+        ('at = "1 min"', "at = 60", "at = 60", '"at" in [[faults]] is 60; it must be a valid string'),
+        ('at = "1 min"', 'at = "60"', 'at = "60"', "it has no unit"),
+        ('at = "1 min"\n', "", '[[faults]]\ndo = "lie"', 'key "at" is missing in [[faults]]'),
+        ('do = "lie"', 'do = "cheat"', 'do = "cheat"', 'it must be "leave", "vanish", "return"'),
+        ("devices = 5", "device = 5", "device = 5", 'unknown key "device" in [[faults]]; did you mean "devices"?'),
+        ("devices = 5\n", "", '[[faults]]\nat = "1 min"', 'give one of devices = 5, share = "10%" or network'),
+        ("devices = 5", "pods = 5", '[[faults]]\nat = "1 min"', '"lie" is done to devices'),
+        ('how = "noise"\n', "", '[[faults]]\nat = "1 min"', '"lie" needs how, for example how = "noise"'),
+        ('how = "noise"', 'how = "loud"', 'how = "loud"', 'it must be "noise", "element"'),
+        ("pods = 1", "devices = 1", '[[faults]]\nat = "90 s"', "write pods = 1 instead of devices"),
+        ("pods = 1", "factor = 2.0", '[[faults]]\nat = "90 s"', '"kill" has no factor: leave it out'),
+        ('share = "10%"', 'share = "110%"', "share = ", "no more than 100%"),
+        ('share = "10%"', 'share = "ten"', "share = ", 'it must be a percentage above 0, for example "10%"'),
+        ('share = "10%"', 'network = "uk-fth"', 'network = "uk-fth"', 'unknown network "uk-fth"; nearest: uk-ftth'),
+        ("seconds = 5.0", "seconds = -1.0", "seconds = ", "it must be greater than 0"),
+        ('kind = "poisson"', 'kind = "fish"', 'kind = "fish"', 'it must be "poisson", "flash" or "seti"'),
+        ('kind = "poisson"\n', "", "[churn]", "one of the two"),
+        ('kind = "poisson"', 'kind = "flash"', "[churn]", "leave_per_minute belongs to kind"),
+        ('mean_away = "20 s"\n', "", "[churn]", 'needs mean_away, for example mean_away = "20 s"'),
+        ('mean_away = "20 s"', 'mean_away = "20"', "mean_away", "it has no unit"),
+        ('how = "leave"', 'how = "lie"', 'how = "lie"', 'it must be "vanish" or "leave"'),
+        ('how = "leave"', "speed_up = 0", "speed_up", "it must be greater than 0"),
+    ],
+)
+def test_a_mistake_in_faults_or_churn_is_told_with_file_line_and_remedy(
+    tmp_path: Path, old: str, new: str, place: str, message: str
+) -> None:
+    path, text = faulty(tmp_path, old, new)
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(path)
+    (told,) = str(caught.value).splitlines()
+    assert told.startswith(f"mine.toml, line {text[: text.rindex(place)].count(chr(10)) + 1}: ")
+    assert message in told
+
+
+def test_a_fault_for_more_devices_than_there_are_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r'"lie" at 1 min, is for 5 devices; fleet.devices is 4'):
+        load_scenario(faulty(tmp_path)[0], {"fleet.devices": "4"})
+
+
+def test_churn_can_be_set_by_options() -> None:
+    options = {"churn.kind": "poisson", "churn.leave_per_minute": "30%", "churn.mean_away": "20 s"}
+    churn = load_scenario("quickstart", options).churn
+    assert churn is not None
+    assert (churn.kind, churn.leave_per_minute, churn.mean_away, churn.how) == ("poisson", "30%", "20 s", "vanish")
+
+
+def test_a_trace_named_by_an_option_takes_back_the_kind_of_the_file(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("device,start_s,end_s\na,0,1\n", encoding="utf-8")
+    churn = load_scenario(faulty(tmp_path)[0], {"churn.trace": str(trace)}).churn
+    assert churn is not None
+    assert (churn.kind, churn.trace) == (None, str(trace))
+
+
+def test_faults_can_be_set_by_an_option() -> None:
+    (fault,) = load_scenario("quickstart", {"faults": '[{at = "1 s", do = "leave", devices = 3}]'}).faults
+    assert (fault.at_s, fault.devices) == (1.0, 3)
+
+
+def test_tables_of_a_list_have_their_own_lines() -> None:
+    lines = line_of_each_key("[[faults]]\nat = 1\n[[faults]] # two\nat = 2\n[x]\nat = 3\n")
+    assert lines == {
+        ("faults",): 1, ("faults", "0"): 1, ("faults", "0", "at"): 2,
+        ("faults", "1"): 3, ("faults", "1", "at"): 4, ("x",): 5, ("x", "at"): 6,
+    }  # fmt: skip

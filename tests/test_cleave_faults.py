@@ -1,0 +1,81 @@
+"""The real `cleave run` while its devices come, go and fail: the loss is that of plain PyTorch all the same, and the
+results say what was done to the fleet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Start
+
+RUN_LIMIT_S = 110.0
+CLEAVE = "import sys; from testbed.cli import main; sys.exit(main())"
+SMALL = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+CHURN = ("--devices", "30", "--steps", "4", "--set", "churn.kind=poisson", "--set", "churn.leave_per_minute=600%")
+FAULTS = """[
+    {at = "0 s", do = "slow", share = "20%", factor = 3.0},
+    {at = "0 s", do = "vanish", network = "uk-ftth", seconds = 0.5},
+    {at = "10 ms", do = "corrupt"},
+    {at = "20 ms", do = "freeze", devices = 2, seconds = 0.3},
+    {at = "30 ms", do = "flap", devices = 3, times = 2, period = "200 ms"},
+    {at = "100 ms", do = "kill"},
+    {at = "10 h", do = "leave", share = "100%"},
+]""".replace("\n", " ")
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        (self.folder,) = folder.iterdir()
+        self.summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        self.injected = [event for event in map(json.loads, lines) if event["event"] == "injected"]
+
+    def check(self) -> None:
+        """Right, however busy the machine was."""
+        assert self.summary["loss_max_abs_diff"] <= 1e-4
+        assert self.summary["flops_done"] == self.summary["flops_reference"]
+        assert self.summary["verdict"] in ("VALID", "DEGRADED")
+        text = (self.folder / "summary.txt").read_text(encoding="utf-8")
+        assert "faults and churn" in text
+
+
+@pytest.fixture(scope="module")
+def runs(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    options = {
+        "churn": (*CHURN, "--set", "churn.mean_away=1 s", "--set", "churn.how=leave"),
+        "faults": ("--devices", "30", "--steps", "4", "--set", "fleet.pods=3", "--set", f"faults={FAULTS}"),
+    }
+    folders = {name: tmp_path_factory.mktemp(name) for name in options}
+    programs = {
+        name: start_module("-c", CLEAVE, "run", "quickstart", "--results", str(folders[name]), *SMALL, *more)
+        for name, more in options.items()
+    }
+    for name, program in programs.items():
+        program.wait(RUN_LIMIT_S)
+        assert "results in" in program.output, f"{name}: {program.output}"
+    return {name: Run(folder) for name, folder in folders.items()}
+
+
+def test_with_devices_coming_and_going_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
+    run = runs["churn"]
+    run.check()
+    audit = run.summary["audit"]["churn"]
+    assert audit["complete"], audit
+    assert audit["leaves"] > 0
+    assert audit["joins"] > 0
+    assert {event["do"] for event in run.injected} == {"leave", "return"}
+    assert sum(len(event["devices"]) for event in run.injected) == audit["scheduled"]
+
+
+def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
+    run = runs["faults"]
+    run.check()
+    audit = run.summary["audit"]["faults"]
+    assert audit["after_the_end"] >= 1
+    assert audit["injected"] + audit["after_the_end"] >= 10, audit
+    assert {event["do"] for event in run.injected} >= {"slow", "vanish", "corrupt", "freeze", "leave", "return", "kill"}
+    assert run.summary["lost_devices"] >= 10  # the killed pod's
