@@ -33,6 +33,7 @@ from ps.events import (
 from ps.planner import Planner, Request, Shape
 
 Key = tuple[int, int, int]  # device, job, block
+ROUNDING_S = 1e-9  # of sums of modelled seconds, added and subtracted in another order
 KEPT_USES = 4  # how often a kept slab is expected to be used
 
 
@@ -113,10 +114,16 @@ class VirtualFleet:
     def check(self) -> None:
         self._dispatcher.check()
 
+    def block_count(self, job: int) -> int:
+        """Blocks that a job under way has ever been cut into; the next one gets this number."""
+        return len(self._dispatcher.jobs[job].state)
+
     def left_behind(self) -> str:
         """What the dispatcher still holds of jobs and kept slabs; nothing after all are over and forgotten."""
         busy = {i: repr(d) for i, d in enumerate(self._dispatcher.devices) if not d.idle or d.kept_bytes}
-        late = {i: d.backlog_s for i, d in enumerate(self._dispatcher.devices) if d.idle and d.backlog_s}
+        late = {
+            i: d.backlog_s for i, d in enumerate(self._dispatcher.devices) if d.idle and abs(d.backlog_s) > ROUNDING_S
+        }
         rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
         rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}
         return ", ".join(f"{name} {value}" for name, value in rest.items() if value)
