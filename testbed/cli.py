@@ -146,6 +146,95 @@ def plan(
         planning.print_plans(console, f"{model}, {batch} x {seq} tokens, {devices:,} devices of {fleet}", plans)
 
 
+@app.command()
+def recovery(
+    model: Annotated[str, typer.Option(metavar="NAME", help="A model by name, e.g. opt-13b, llama2-7b.")] = "opt-13b",
+    fleet: Annotated[
+        str, typer.Option(metavar="NAME", help="paper, moderate, extreme, or a packaged scenario's.")
+    ] = "paper",
+    devices: Annotated[int, typer.Option(metavar="N", help="How many devices.")] = 256,
+    failures: Annotated[
+        str, typer.Option(metavar="N,N", help="How many of them fail at the same moment; several, with commas.")
+    ] = "1,3,5",
+    batch: Annotated[int, typer.Option(metavar="B", help="Sequences a batch.")] = 128,
+    seq: Annotated[int, typer.Option(metavar="S", help="Tokens a sequence.")] = 1024,
+    trials: Annotated[int, typer.Option(metavar="N", help="Failure moments of each distinct product.")] = 10,
+    checkpoint_steps: Annotated[
+        float, typer.Option(metavar="STEPS", help="Between two checkpoints of the baseline that has them.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the fleet, the moments and who fails.")] = 0,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """How soon the work of lost devices is done again, beside what other ways to recover would cost.
+
+    Simulated: the real planner and dispatcher on modelled devices in virtual time, on the products of one training
+    step. In the middle of a product devices fall silent; once that is detected, the rectangles that they owed are cut
+    again over the others. Recovery is the time from detection until all of them are back. Nothing is waited for: a
+    moment in the middle of every distinct product is tried --trials times, each weighted with its share of the step.
+
+    \b
+    Baselines are formulas over the same fleet and step; their assumptions are printed under the table:
+      checkpoint restart   reload weights and optimizer, do the work since the last checkpoint again
+      pipeline replay      move the lost stage, do the micro-batches in flight there again (Asteroid-like)
+      layer again          begin the layer's pass again that was under way
+      timeout              notice only by a timeout, then recover as here
+
+    \b
+      cleave recovery                                   the authors' set-up: OPT-13B on 256 devices
+      cleave recovery --devices 1024 --failures 1,10,50
+      cleave recovery --format json | jq '.failures[0].recovery_s'
+
+    Exit code 0: done. 1: the survivors cannot do it. 2: an option is wrong; one line says which.
+    """
+    from ps.models import check_name, model_config
+    from testbed import recovery as simulation
+    from testbed.plan import fleet_profiles
+
+    check_name(model)
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    for name, number in (("--batch", batch), ("--seq", seq), ("--trials", trials)):
+        if number < 1:
+            raise UserError(f"{name} is {number}; it must be at least 1")
+    if not 0 < checkpoint_steps < float("inf"):
+        raise UserError(f"--checkpoint-steps is {checkpoint_steps:g}; it must be more than 0")
+    if seed < 0:
+        raise UserError(f"--seed is {seed}; it must be at least 0")
+    profiles = fleet_profiles(fleet, devices, seed)
+    numbers = simulation.parse_failures(failures, devices)
+
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=format == "json")
+    if not console.is_terminal:
+        console = Console(highlight=False, stderr=format == "json", width=130)
+    console.print(f"capturing the products of {model}, then {trials} trials of each; about a minute", style="dim")
+
+    from ps.products import step_products
+
+    config = model_config(model)
+    products = step_products(config, batch, seq)
+    found, step_s = simulation.simulate(products, profiles, numbers, trials, seed)
+    setting = simulation.Setting(
+        parameters=simulation.count_parameters(config),
+        layers=config.num_hidden_layers,
+        devices=devices,
+        slowest_down_bps=float(profiles["down_bps"].min()),
+        slowest_up_bps=float(profiles["up_bps"].min()),
+        step_s=step_s,
+        products=sum(products.values()),
+        checkpoint_steps=checkpoint_steps,
+    )
+    rows = simulation.summarise(found, setting)
+    if format == "json":
+        import json
+
+        print(json.dumps(simulation.as_json(rows, found, setting)))
+    else:
+        title = f"{model}, {batch} x {seq} tokens, {devices:,} devices of {fleet}: recovery"
+        simulation.print_recovery(console, title, rows, found, setting)
+
+
 @trace_app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace: .csv, .json or .tab.")],

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from agent.errors import Failure
 from emulator.device import Devices
-from ps.cost import BYTES
 from ps.dispatcher import Dispatcher
 from ps.events import (
     BlocksReturned,
@@ -34,9 +33,9 @@ from ps.events import (
 )
 from ps.executor import Executor, Spent
 from ps.jobs import Product
-from ps.ledger import Job
 from ps.operands import Operand
 from ps.planner import Planner
+from testbed.virtual import block_parts
 
 TOGETHER_S = 0.0005  # answers this near to each other are one event, as they are in a pod
 
@@ -127,7 +126,7 @@ class ModelledFleet:
 
     def _send(self, blocks: SendBlocks) -> None:
         jobs = [self._dispatcher.jobs[job] for job in blocks.jobs]
-        parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in _parts(job, block)]
+        parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in block_parts(job, block)]
         down_bytes, flops, up_bytes, count = np.array(parts, np.float64).reshape(-1, 4).T
         device = np.repeat(np.array(blocks.devices), count[count > 0].astype(np.int64))
         due_s, _ = self._devices.schedule(
@@ -136,20 +135,3 @@ class ModelledFleet:
         last_s = due_s[up_bytes > 0].tolist()
         for due, key in zip(last_s, zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True), strict=True):
             heapq.heappush(self._answers, (due, next(self._sequence), *key))
-
-
-def _parts(job: Job, block: int) -> list[tuple[float, float, float, int]]:
-    """What the device downloads, computes and uploads, chunk by chunk; and, with the first, how many chunks."""
-    _, batches, _, rows, _, columns = job.tiles[block].tolist()
-    inner, chunk = job.shape.inner, job.chunk[block]
-    cells = batches * rows * columns
-    lengths = [min(chunk, inner - start) for start in range(0, inner, chunk)]
-    return [
-        (
-            job.down_bytes[block] * length / inner,
-            2.0 * cells * length,
-            BYTES * cells * (i == len(lengths) - 1),
-            len(lengths) * (i == 0),
-        )
-        for i, length in enumerate(lengths)
-    ]

@@ -1,0 +1,181 @@
+"""The real dispatcher and planner on modelled devices in virtual time, for simulations that lose devices.
+
+All that `testbed.chaos` and `testbed.recovery` know of the dispatcher is in this file: they speak in device numbers,
+shapes and keys, and get back what was sent, accepted, finished. No sockets, no clock of the host, no randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emulator.device import Devices
+from ps.cost import BYTES
+from ps.dispatcher import Dispatcher
+from ps.events import (
+    AcceptBlocks,
+    BlocksFailed,
+    BlocksReturned,
+    DevicesJoined,
+    DevicesLeft,
+    Event,
+    JobFinished,
+    JobsSubmitted,
+    JobWaits,
+    OperandsForgotten,
+    SendBlocks,
+    Submission,
+    SuspendDevice,
+)
+from ps.ledger import Job
+from ps.planner import Planner, Request, Shape
+
+Key = tuple[int, int, int]  # device, job, block
+ROUNDING_S = 1e-9  # of sums of modelled seconds, added and subtracted in another order
+KEPT_USES = 4  # how often a kept slab is expected to be used
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    key: Key
+    tile: tuple[int, ...]  # batch, batches, row, rows, column, columns
+    due_s: float  # when its answer is back at the server, if nothing happens to it
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one event led to."""
+
+    sent: list[Sent] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)  # positions among the answers
+    finished: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)  # jobs that no device can do at present
+    suspended: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One product to be done; `kept`: its left and right operand, if devices may keep slabs of it."""
+
+    job: int
+    shape: Shape
+    urgent: bool = True
+    kept: tuple[int | None, int | None] = (None, None)
+
+
+class VirtualFleet:
+    """`profiles`: every device that will ever join, in the order in which they do."""
+
+    def __init__(self, profiles: NDArray[np.void], planner: Planner | None = None) -> None:
+        self.now_s = 0.0
+        self.joined = 0
+        self._profiles = profiles
+        self._dispatcher = Dispatcher(planner or Planner())
+        self._devices = Devices(profiles.copy())  # how fast they are; what they have said of themselves stays
+
+    def join(self, count: int) -> Outcome:
+        first, self.joined = self.joined, self.joined + count
+        return self._handle(DevicesJoined(first, self._profiles[first : self.joined]))
+
+    def leave(self, devices: Sequence[int]) -> Outcome:
+        return self._handle(DevicesLeft(list(devices)))
+
+    def submit(self, works: Sequence[Work]) -> Outcome:
+        return self._handle(
+            JobsSubmitted(
+                [
+                    Submission(
+                        work.job,
+                        Request(work.shape, *(1 if operand is None else KEPT_USES for operand in work.kept)),
+                        work.urgent,
+                        kept=work.kept,
+                    )
+                    for work in works
+                ]
+            )
+        )
+
+    def forget(self, operands: Sequence[int]) -> Outcome:
+        return self._handle(OperandsForgotten(list(operands)))
+
+    def answer(self, keys: Sequence[Key]) -> Outcome:
+        return self._handle(BlocksReturned(*_columns(keys)))
+
+    def refuse(self, keys: Sequence[Key]) -> Outcome:
+        return self._handle(BlocksFailed(*_columns(keys)))
+
+    def slow(self, device: int, factor: float) -> None:
+        """From now on the device is slower than it said."""
+        for name in ("flops", "down_bps", "up_bps"):
+            self._devices.profiles[name][device] /= factor
+
+    def check(self) -> None:
+        self._dispatcher.check()
+
+    def block_count(self, job: int) -> int:
+        """Blocks that a job under way has ever been cut into; the next one gets this number."""
+        return len(self._dispatcher.jobs[job].state)
+
+    def left_behind(self) -> str:
+        """What the dispatcher still holds of jobs and kept slabs; nothing after all are over and forgotten."""
+        busy = {i: repr(d) for i, d in enumerate(self._dispatcher.devices) if not d.idle or d.kept_bytes}
+        late = {
+            i: d.backlog_s for i, d in enumerate(self._dispatcher.devices) if d.idle and abs(d.backlog_s) > ROUNDING_S
+        }
+        rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
+        rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}
+        return ", ".join(f"{name} {value}" for name, value in rest.items() if value)
+
+    def _handle(self, event: Event) -> Outcome:
+        outcome = Outcome()
+        for instruction in self._dispatcher.handle(event, self.now_s):
+            match instruction:
+                case SendBlocks():
+                    outcome.sent += self._sent(instruction)
+                case AcceptBlocks(positions=positions):
+                    outcome.accepted += positions
+                case JobFinished(job=job):
+                    outcome.finished.append(job)
+                case JobWaits(job=job):
+                    outcome.waiting.append(job)
+                case SuspendDevice(device=device):
+                    outcome.suspended.append(device)
+        return outcome
+
+    def _sent(self, blocks: SendBlocks) -> list[Sent]:
+        jobs = [self._dispatcher.jobs[job] for job in blocks.jobs]
+        parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in block_parts(job, block)]
+        down_bytes, flops, up_bytes, count = np.array(parts, np.float64).reshape(-1, 4).T
+        device = np.repeat(np.array(blocks.devices), count[count > 0].astype(np.int64))
+        due_s, _ = self._devices.schedule(
+            self.now_s, device, down_bytes.astype(np.int64), flops, up_bytes.astype(np.int64)
+        )
+        keys = zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True)
+        return [
+            Sent(key, tuple(job.tiles[key[2]].tolist()), due)
+            for key, job, due in zip(keys, jobs, due_s[up_bytes > 0].tolist(), strict=True)
+        ]
+
+
+def _columns(keys: Sequence[Key]) -> tuple[list[int], list[int], list[int]]:
+    return [k[0] for k in keys], [k[1] for k in keys], [k[2] for k in keys]
+
+
+def block_parts(job: Job, block: int) -> list[tuple[float, float, float, int]]:
+    """What the device downloads, computes and uploads, chunk by chunk; and, with the first, how many chunks."""
+    _, batches, _, rows, _, columns = job.tiles[block].tolist()
+    inner, chunk = job.shape.inner, job.chunk[block]
+    cells = batches * rows * columns
+    lengths = [min(chunk, inner - start) for start in range(0, inner, chunk)]
+    return [
+        (
+            job.down_bytes[block] * length / inner,
+            2.0 * cells * length,
+            BYTES * cells * (i == len(lengths) - 1),
+            len(lengths) * (i == 0),
+        )
+        for i, length in enumerate(lengths)
+    ]

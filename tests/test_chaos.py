@@ -1,0 +1,153 @@
+"""Promises of testbed.chaos: the same seed gives the same world, sound code survives it, and a planted bug is found,
+shrunk to a handful of operations, and printed as a test that fails in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ps.dispatcher import Dispatcher
+from ps.events import AcceptBlocks, BlocksReturned, DevicesLeft
+from ps.ledger import CUT, Turn
+from testbed import chaos
+from testbed.chaos import Failure, Tally, failure_of, generate, live_one, replay, shrink
+from testbed.chaos_world import COMMON, FAULTS, Operation, World
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def test_the_same_seed_gives_the_same_operations_and_the_same_trace() -> None:
+    for seed in range(5):
+        assert generate(seed) == generate(seed)
+        assert World(generate(seed)).live().trace == World(generate(seed)).live().trace
+    assert World(generate(0)).live().trace != World(generate(1)).live().trace
+
+
+def test_sound_code_survives_and_every_kind_of_fault_happens() -> None:
+    tally = Tally()
+    for seed in range(10_000, 10_060):
+        assert live_one(seed, tally) is None, f"seed {seed}"
+    assert tally.worlds == 60
+    assert set(tally.faults) == set(FAULTS)
+    assert min(tally.faults.values()) >= 20
+
+
+def test_any_operation_can_be_left_out() -> None:
+    """Otherwise shrinking would find failures of its own."""
+    operations = generate(7, length=40)
+    for start in range(0, len(operations), 3):
+        replay(operations[:start] + operations[start + 3 :])
+    for kind in {operation[0] for operation in operations}:
+        replay([operation for operation in operations if operation[0] != kind])
+    replay([])
+
+
+def forget_a_lost_block(patch: pytest.MonkeyPatch) -> None:
+    """One block of those that a device had is not cut again."""
+    honest = Dispatcher._cut
+
+    def cut(self: Dispatcher, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1) -> None:
+        for job_id, block in lost[:1] if len(lost) > 1 else []:
+            self.jobs[job_id].state[block] = CUT
+            self.jobs[job_id].open -= 1
+        honest(self, lost[1:] if len(lost) > 1 else lost, turn, avoid)
+
+    patch.setattr(Dispatcher, "_cut", cut)
+
+
+def accept_everything_in_a_message(patch: pytest.MonkeyPatch) -> None:
+    """An answer that comes once more is accepted once more."""
+    honest = Dispatcher.handle
+
+    def handle(self: Dispatcher, event: Any) -> list[Any]:
+        out = honest(self, event)
+        if isinstance(event, BlocksReturned) and not out and event.jobs[0] in self.jobs and event.blocks[0] == 0:
+            return [AcceptBlocks([0])]
+        return out
+
+    patch.setattr(Dispatcher, "handle", handle)
+
+
+def keep_the_dead_in_mind(patch: pytest.MonkeyPatch) -> None:
+    """A device that has left still counts among the able ones."""
+    honest = Dispatcher.handle
+
+    def handle(self: Dispatcher, event: Any) -> list[Any]:
+        able = self._able
+        out = honest(self, event)
+        if isinstance(event, DevicesLeft) and len(able) > 2:
+            self._able = able
+        return out
+
+    patch.setattr(Dispatcher, "handle", handle)
+
+
+def first_failure(most: int = 200) -> tuple[int, list[Operation], Failure]:
+    for seed in range(most):
+        if broken := live_one(seed, Tally()):
+            return seed, *broken
+    raise AssertionError(f"{most} worlds, and the bug was not found")
+
+
+@pytest.mark.parametrize("plant", [forget_a_lost_block, accept_everything_in_a_message, keep_the_dead_in_mind])
+def test_a_planted_bug_is_found_and_shrunk_and_its_test_fails_in_the_same_way(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    seed, operations, failure = first_failure()
+    smallest = shrink(operations, failure)
+    assert len(smallest) <= 6 < len(operations), smallest
+    shrunk = failure_of(smallest)
+    assert shrunk is not None
+    assert shrunk.kind == failure.kind
+
+    namespace: dict[str, Any] = {}
+    exec(chaos.as_test(smallest, shrunk, seed), namespace)
+    test = namespace[f"test_the_world_of_seed_{seed}"]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 what it raises is compared below
+        test()
+    assert f"{type(caught.value).__name__}: {caught.value}" == shrunk.text
+    monkeypatch.undo()
+    test()  # the bug is gone, and the test passes
+
+
+def test_nothing_can_be_left_out_of_what_was_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_a_lost_block(monkeypatch)
+    _, operations, failure = first_failure()
+    smallest = shrink(operations, failure)
+    for position in range(len(smallest)):
+        found = failure_of(smallest[:position] + smallest[position + 1 :])
+        assert found is None or found.kind != failure.kind
+
+
+def test_a_crash_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(self: Dispatcher, *_: Any) -> None:
+        raise KeyError(17)
+
+    monkeypatch.setattr(Dispatcher, "_left", crash)
+    assert failure_of([("join", [COMMON]), ("leave", [0])]) == Failure("KeyError: #", "KeyError: 17")
+
+
+def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(["--seconds", "0.01", "--seed", "3"]) == 0
+    assert "nothing broke: 1 worlds" in capsys.readouterr().out
+
+
+def test_the_command_prints_a_test_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forget_a_lost_block(monkeypatch)
+    seed, _, _ = first_failure()
+    assert chaos.main(["--seconds", "0.01", "--seed", str(seed)]) == 1
+    out, err = capsys.readouterr()
+    compile(out, "test", "exec")
+    assert f"--seed {seed}" in err
+
+
+@pytest.mark.parametrize("wrong", [["--seconds", "0"], ["--seconds", "nan"], ["--seed", "-1"], ["--seed", "x"]])
+def test_a_wrong_option_ends_with_2(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chaos.main(wrong)
+    assert ended.value.code == 2

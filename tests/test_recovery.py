@@ -1,0 +1,188 @@
+"""Promises of `cleave recovery`: what was lost is done again, the same seed gives the same figures, the baselines are
+what their formulas say, and a mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent.errors import Failure, UserError
+from agent.profile import Profile, pack_profiles
+from ps.planner import Planner, Shape
+from testbed import recovery
+from testbed.plan import fleet_profiles
+from testbed.recovery import Product, Setting, Trial, parse_failures, percentile, simulate, summarise
+
+CLEAVE = [sys.executable, "-c", "from testbed.cli import main; main()", "recovery"]
+PRODUCTS = {Shape(1, 4096, 512, 2048): 6, Shape(64, 128, 64, 128): 3}
+SMALL = Setting(
+    parameters=1_000_000,
+    layers=4,
+    devices=16,
+    slowest_down_bps=8e6,
+    slowest_up_bps=1e6,
+    step_s=120.0,
+    products=60,
+    checkpoint_steps=2.0,
+)
+
+
+@pytest.fixture(scope="module")
+def trials() -> list[Trial]:
+    return simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [1, 3, 5], trials=8, seed=2)[0]
+
+
+def cleave(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLEAVE, *arguments], capture_output=True, text=True, timeout=110)
+
+
+# ---- the simulation
+
+
+def test_the_last_answer_of_an_undisturbed_product_ends_it() -> None:
+    product = Product(Shape(1, 4096, 512, 2048), fleet_profiles("paper", 24, seed=1), Planner())
+    ended_s = product.run()
+    assert ended_s == max(product.accepted_s.values())
+    assert sum(product.cells[block] for block in product.accepted_s) == 4096 * 2048
+    assert product.working() == []
+
+
+def test_the_third_of_a_lost_device_is_done_by_two_others_in_the_time_of_a_hand_calculation() -> None:
+    """Three equal devices; one falls silent with its whole third. The others have done theirs when that is found out,
+    so each does half of the third: download, compute and upload of it."""
+    profile = Profile(1e9, 0.0, 1e9, 1e12, 0.0, 1 << 40, 1)
+    shape = Shape(1, 300, 1000, 100)
+    product = Product(shape, pack_profiles([profile] * 3), Planner("grid"))
+    lost = product.working()[0]
+    product.silence([lost])
+    done_s = product.run()
+    replaced, _ = product.lose([lost], done_s)
+    tiles = [product.cells[block] for block in replaced]
+    assert sum(tiles) == shape.cells // 3
+    assert len(tiles) == 2
+    recovered_s = product.run() - done_s
+    compute_s = 2 * max(tiles) * 1000 / 1e9
+    most_down_s = 32 * 1000 * (100 + 100) / 1e9
+    assert compute_s < recovered_s <= compute_s + most_down_s + 1e-3
+    assert len(product.accepted_s) == 2 + len(replaced)
+
+
+def test_the_same_seed_gives_the_same_figures(trials: list[Trial]) -> None:
+    again, _ = simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [1, 3, 5], trials=8, seed=2)
+    assert [replace(t, host_s=0.0) for t in again] == [replace(t, host_s=0.0) for t in trials]
+    other, _ = simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [1, 3, 5], trials=8, seed=3)
+    assert [t.recovery_s for t in other] != [t.recovery_s for t in trials]
+
+
+def test_more_failures_lose_more_and_take_longer(trials: list[Trial]) -> None:
+    for one, three, five in zip(trials[::3], trials[1::3], trials[2::3], strict=True):
+        assert (one.failures, three.failures, five.failures) == (1, 3, 5)
+        assert 0 < one.lost_cells <= three.lost_cells <= five.lost_cells
+    rows = summarise(trials, SMALL)
+    for fewer, more in pairwise(rows):
+        assert 0 < fewer.p50_s < more.p50_s
+        assert fewer.p50_s <= fewer.p99_s
+        assert all(fewer.baselines[name] <= more.baselines[name] for name in fewer.baselines)
+
+
+def test_the_weights_are_the_shares_of_the_step() -> None:
+    found, step_s = simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [2], trials=3, seed=0)
+    assert sum(trial.weight for trial in found) == pytest.approx(step_s)
+
+
+def test_survivors_without_the_memory_are_a_failure() -> None:
+    able = Profile(1e9, 0.0, 1e9, 1e9, 0.0, 1 << 40, 2)
+    profiles = pack_profiles([able, replace(able, memory_bytes=8)])
+    with pytest.raises(Failure, match="memory"):
+        simulate({Shape(1, 30, 10, 10): 1}, profiles, [1], trials=1, seed=0)
+
+
+def test_a_weighted_percentile() -> None:
+    assert percentile([3.0, 1.0, 2.0], [1, 1, 1], 0.5) == 2.0
+    assert percentile([3.0, 1.0, 2.0], [1, 8, 1], 0.5) == 1.0
+    assert percentile([3.0, 1.0, 2.0], [1, 1, 1], 0.99) == 3.0
+    values = np.arange(101.0)
+    assert percentile(values.tolist(), [1.0] * 101, 0.5) == np.median(values)
+
+
+# ---- the baselines, computed again by hand
+
+
+def test_the_baselines_of_a_small_case_are_those_of_a_hand_calculation() -> None:
+    # 1e6 parameters, 12 bytes each, 96e6 bit over 15 survivors at 8e6 bit/s: 0.8 s; half of 2 steps of 120 s at 15/16
+    assert recovery.checkpoint_restart_s(SMALL, 1) == pytest.approx(0.8 + 128.0)
+    # 4 stages of 4 devices, 3 left: a stage is 250,000 parameters, 8e6 bit, a third each at 1e6 bit/s: 2.667 s.
+    # 16 micro-batches and 4 stages: 19 slots of 6.316 s; 2.5 forward passes of a third each, on 3 devices instead of 4
+    assert recovery.pipeline_replay_s(SMALL, 1) == pytest.approx(8 / 3 + 2.5 * (120 / 19) / 3 * 4 / 3)
+    # a layer is 30 s: 10 s forward, 20 s backward; a random moment: 1/3 x 5 s + 2/3 x 10 s are lost, on 15 of 16
+    assert recovery.layer_again_s(SMALL, 1) == pytest.approx((5 / 3 + 20 / 3) * 16 / 15)
+    # a product is 2 s: 20 s of timeout, of which 1 s was over
+    assert recovery.timeout_s(SMALL, 0.25) == pytest.approx(19.25)
+
+
+def test_the_ratio_is_the_baseline_over_ours(trials: list[Trial]) -> None:
+    for row in summarise(trials, SMALL):
+        told = row.as_dict()
+        assert set(told["baselines"]) == {"checkpoint restart", "pipeline replay", "layer again", "timeout"}
+        for baseline in told["baselines"].values():
+            assert baseline["ratio_p50"] == pytest.approx(baseline["cost_s"] / told["recovery_s"]["p50"])
+            assert baseline["ratio_p99"] == pytest.approx(baseline["cost_s"] / told["recovery_s"]["p99"])
+
+
+# ---- the command
+
+TINY = ["--model", "opt-tiny", "--devices", "12", "--batch", "4", "--seq", "32", "--trials", "2"]
+
+
+def test_the_command_prints_json_that_holds_what_the_baselines_need() -> None:
+    done = cleave(*TINY, "--failures", "1,3", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert [row["failures"] for row in told["failures"]] == [1, 3]
+    lost = told["checkpoint_steps"] * told["step_s"] / 2 * 12 / 11
+    reload_s = 8 * 12 * told["parameters"] / 11 / told["slowest_down_bps"]
+    cost_s = told["failures"][0]["baselines"]["checkpoint restart"]["cost_s"]
+    assert cost_s == pytest.approx(lost + reload_s)
+
+
+def test_the_command_prints_a_table_and_its_assumptions() -> None:
+    done = cleave(*TINY)
+    assert done.returncode == 0, done.stderr
+    for word in ("pipeline replay", "ratio to p99", "Detection", "step(s)", "trials a row"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "opt-14b"], "opt-13b"),
+        (["--fleet", "papr"], "unknown fleet"),
+        (["--failures", "1,x"], "--failures"),
+        (["--failures", "0"], "--failures"),
+        (["--failures", ""], "--failures"),
+        (["--devices", "5", "--failures", "5"], "at most 4"),
+        (["--trials", "0"], "--trials"),
+        (["--batch", "0"], "--batch"),
+        (["--checkpoint-steps", "0"], "--checkpoint-steps"),
+        (["--seed", "-1"], "--seed"),
+        (["--format", "xml"], "--format"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_line(arguments: list[str], told: str) -> None:
+    done = cleave(*arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_failures_are_sorted_and_told_once() -> None:
+    assert parse_failures("5, 1,3,1", 8) == [1, 3, 5]
+    with pytest.raises(UserError, match="at most"):
+        parse_failures("9", 8)
