@@ -21,7 +21,9 @@ BlockRow = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int
 class Operands:
     def __init__(self) -> None:
         self._pieces: dict[int, Array] = {}  # piece -> [batch, outer, inner]
-        self._sums: dict[tuple[int, int], tuple[int, Array]] = {}  # (job, block) -> chunks added up so far, their sum
+        self._sums: dict[
+            tuple[int, int, int], tuple[int, Array]
+        ] = {}  # device, job, block -> chunks added up, their sum
 
     def accept(self, work: Work) -> None:
         """Take in what a message brings. WireError if a block asks for cells that its pieces do not have."""
@@ -55,7 +57,7 @@ class Operands:
         if chunks == 1:
             return product
         self.drop(row[3:5])
-        key = row[1:3]
+        key = row[:3]
         added, total = self._sums.pop(key, (0, product))
         if added != chunk:
             raise WireError(f"chunk {chunk} of block {row[2]} of job {row[1]} came after {added} chunks")
@@ -70,7 +72,7 @@ class Operands:
         """Nobody wants this block any more: what only it needs goes."""
         if row[13] > 1:
             self.drop(row[3:5])
-            self._sums.pop(row[1:3], None)
+            self._sums.pop(row[:3], None)
 
     def factors(self, row: BlockRow) -> tuple[Array, Array]:
         """The block's left [rows, inner] and right [inner, columns]; with a batch axis in front if it has several."""

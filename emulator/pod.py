@@ -71,8 +71,8 @@ class Pod:
         self._to_send: list[tuple[int, int, Answer, Array]] = []  # heap by due time
         self._sent_ns = 0  # when answers left last
         self._sequence = 0  # breaks ties in the heaps, first come first served
-        self._cancelled: set[tuple[int, int]] = set()
-        self._spent: dict[tuple[int, int], float] = {}  # modelled seconds so far of blocks that come in chunks
+        self._cancelled: set[tuple[int, int, int]] = set()  # device, job, block
+        self._spent: dict[tuple[int, int, int], float] = {}  # modelled seconds so far of blocks that come in chunks
         self._frozen_until_ns = np.zeros(len(profiles), np.int64)
         self._liar = Liar()
         self._unnoticed: list[tuple[int, int]] = []  # heap: when the server would miss the silent one, and its index
@@ -102,7 +102,9 @@ class Pod:
                     case Work() as work:
                         self._take(work)
                     case Cancel(blocks=blocks):
-                        self._cancelled.update((job, block) for _, job, block in blocks.tolist())
+                        if not (self._to_compute or self._to_send):
+                            self._cancelled.clear()  # nothing of what they named is here
+                        self._cancelled.update(blocks.tolist())
                     case Goodbye():
                         return 0
                     case Refused(reason=reason, final=final):
@@ -290,9 +292,9 @@ class Pod:
         until_ns = self._clock.now_ns() + (SLICE_NS if self._modelled else SLICE_UNTIMED_NS)
         while self._to_compute and self._clock.now_ns() < until_ns:
             due_ns, sequence, row, compute_s = heapq.heappop(self._to_compute)
-            if self._cancelled and (row[1], row[2]) in self._cancelled:
+            if self._cancelled and row[:3] in self._cancelled:
                 if row[12] + 1 == row[13]:
-                    self._cancelled.discard((row[1], row[2]))
+                    self._cancelled.discard(row[:3])
                 self._operands.skip(row)
                 continue
             if not self._roster.answering[row[0]]:
@@ -303,9 +305,9 @@ class Pod:
             except KeyError:
                 continue  # dropped while it waited: somebody else has answered
             if row[13] > 1:
-                compute_s += self._spent.pop(row[1:3], 0.0)
+                compute_s += self._spent.pop(row[:3], 0.0)
             if product is None:  # more chunks of this block are to come
-                self._spent[row[1:3]] = compute_s
+                self._spent[row[:3]] = compute_s
                 continue
             if self._liar:
                 product = self._liar.answer(int(self._roster.device[row[0]]), product)
@@ -321,7 +323,9 @@ class Pod:
             due: list[tuple[int, int, Answer, Array]] = []
             while self._to_send and self._to_send[0][0] <= now_ns + COALESCE_NS and len(due) < ANSWERS_A_MESSAGE:
                 entry = heapq.heappop(self._to_send)
-                if self._roster.answering[entry[2][0]]:
+                if self._cancelled and entry[2][:3] in self._cancelled:
+                    self._cancelled.discard(entry[2][:3])
+                elif self._roster.answering[entry[2][0]]:
                     due.append(entry)
             if not due:
                 continue

@@ -196,6 +196,10 @@ class Server:
         self._wake()
 
     @property
+    def late_blocks_helped(self) -> int:
+        return self._dispatcher.copies
+
+    @property
     def absent(self) -> list[int]:
         """Devices that have left again."""
         return [device for device, record in enumerate(self._dispatcher.devices) if not record.alive]

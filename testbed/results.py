@@ -65,6 +65,10 @@ class Summary:
     fidelity: dict[str, Any]
     verdict: str
     reasons: list[str] = field(default_factory=list)
+    recovery: dict[str, float] = field(default_factory=dict)  # of devices that were lost with work in their hands
+    verification: dict[str, float] = field(default_factory=dict)
+    late_blocks_helped: int = 0  # overdue, and given to an idle device as well
+    suspended: dict[str, str] = field(default_factory=dict)  # device -> why
     audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against asked for
     audit_line: str = ""  # the same in a line
     version: int = RESULTS_VERSION
@@ -187,6 +191,12 @@ def print_summary(console: Console, s: Summary) -> None:
         rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items())))
     if s.lost_devices:
         rows.append(("devices lost", str(s.lost_devices)))
+    if s.recovery:
+        rows.append(("recovery", _recovery(s.recovery)))
+    if s.late_blocks_helped:
+        rows.append(("stragglers", f"{s.late_blocks_helped:,} overdue blocks were also given to idle devices"))
+    if s.verification:
+        rows.append(("verification", _verification(s)))
     if s.audit_line:
         rows.append(("faults and churn", s.audit_line))
     for label, text in rows:
@@ -200,6 +210,23 @@ def print_summary(console: Console, s: Summary) -> None:
         one, two = s.losses[i], s.reference_losses[i]
         curves.add_row(str(i + 1), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
     console.print(curves)
+
+
+def _recovery(r: dict[str, float]) -> str:
+    return (
+        f"{r['losses']:.0f} losses of devices with {r['blocks']:.0f} blocks; from detection to all done again "
+        f"p50 {format_duration(r['p50_s'])}, p99 {format_duration(r['p99_s'])}, "
+        f"of which to cut them again {format_duration(r['planned_p50_s'])}"
+    )
+
+
+def _verification(s: Summary) -> str:
+    v = s.verification
+    text = f"{v['checked']:,.0f} blocks checked, {v['wrong']:.0f} wrong; {100 * v['share']:.1f}% of the server's time"
+    if s.suspended:
+        some = ", ".join(f"{name}: {why}" for name, why in list(s.suspended.items())[:3])
+        text += f"; {len(s.suspended)} devices suspended ({some}{', ...' if len(s.suspended) > 3 else ''})"
+    return text
 
 
 def _against(s: Summary) -> str:

@@ -152,6 +152,15 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         fidelity=asdict(verdict),
         verdict=verdict.verdict,
         reasons=[] if verdict.verdict == fidelity.VALID else [verdict.reason],
+        recovery=_recovery(server),
+        verification={
+            "checked": server.totals.checked_blocks,
+            "wrong": server.totals.wrong_blocks,
+            "seconds": server.totals.check_s,
+            "share": server.totals.check_s / max(server.totals.busy_s, 1e-9),
+        },
+        late_blocks_helped=server.late_blocks_helped,
+        suspended={f"{server.labels[d]} ({d})": why for d, why in server.suspended.items()},
         audit=audit,
         audit_line=describe(audit),
     )
@@ -174,6 +183,22 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     write_trace(folder)
     write_report(folder)
     return folder, summary
+
+
+def _recovery(server: Server) -> dict[str, float]:
+    """What the stopwatch of every loss showed."""
+    losses = [loss for loss in server.records.losses.values() if loss.done_ns]
+    if not losses:
+        return {}
+    done_s = np.array([loss.done_ns - loss.detected_ns for loss in losses]) / 1e9
+    planned_s = np.array([loss.planned_ns - loss.detected_ns for loss in losses]) / 1e9
+    return {
+        "losses": len(losses),
+        "blocks": sum(loss.blocks for loss in losses),
+        "p50_s": float(np.percentile(done_s, 50)),
+        "p99_s": float(np.percentile(done_s, 99)),
+        "planned_p50_s": float(np.percentile(planned_s, 50)),
+    }
 
 
 def make_fleet(asked: FleetSection, seed: int) -> Fleet:
