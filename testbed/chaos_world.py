@@ -323,7 +323,7 @@ def generate(seed: int, length: int = 120) -> list[Operation]:
     kinds = rng.choices(list(weights), list(weights.values()), k=length)
     # the same products again and again, as in training: plans are kept, and adapted to those who have left and joined
     groups = [[_product(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))] for _ in range(3)]
-    planner = rng.choice(["packed", "grid", "grid", "grid"])  # packing takes longest, and what it packs is lost all the same
+    planner = rng.choice(["packed", "grid", "grid", "grid"])  # packing takes longest
     begin: list[Operation] = [("planner", planner), ("join", [_profile(rng) for _ in range(rng.randint(1, 8))])]
     return begin + [("submit", rng.choice(groups)) if kind == "submit" else _operation(kind, rng) for kind in kinds]
 
