@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seed < 0:
         parser.error(f"--seed is {options.seed}; it must be at least 0")
 
-    tally, seed, begun = Tally(), options.seed, time.monotonic()
+    tally, seed, begun, worked = Tally(), options.seed, time.monotonic(), time.process_time()
     terminal, told = sys.stderr.isatty(), begun
     while (now := time.monotonic()) - begun < options.seconds or not tally.worlds:
         broken = live_one(seed, tally)
@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
     took_s = time.monotonic() - begun
     print(f"nothing broke: {_rates(tally, took_s)}; {took_s:.0f} s, seeds {options.seed} to {seed - 1}")
+    worked_s = time.process_time() - worked
+    print(f"{tally.faults.total() / worked_s:,.0f} fault events a second of processor time, which was {worked_s:.0f} s")
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in tally.faults.most_common()))
     return 0
 

@@ -317,13 +317,13 @@ def replay(operations: Sequence[Operation]) -> World:
 def generate(seed: int, length: int = 120) -> list[Operation]:
     rng = random.Random(seed)
     churn = rng.choice([1, 4])  # a world of little churn lets queues grow, one of much keeps cutting
-    weights = {"join": 2, "submit": 4, "forget": 1, "run": 18, "leave": churn, "vanish": 1, "slow": 2}
+    weights = {"join": 2, "submit": 3, "forget": 1, "run": 18, "leave": churn, "vanish": 1, "slow": 2}
     weights |= {"late": 8, "twice": 8, "lost": 2, "refuse": rng.choice([0, 2, 6])}
     weights |= {"stray": 3, "stray refusal": 2, "swap": 4}
     kinds = rng.choices(list(weights), list(weights.values()), k=length)
     # the same products again and again, as in training: plans are kept, and adapted to those who have left and joined
     groups = [[_product(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))] for _ in range(3)]
-    planner = rng.choice(["packed", "grid", "grid"])  # packing takes longest, and what it packs is lost all the same
+    planner = rng.choice(["packed", "grid", "grid", "grid"])  # packing takes longest
     begin: list[Operation] = [("planner", planner), ("join", [_profile(rng) for _ in range(rng.randint(1, 8))])]
     return begin + [("submit", rng.choice(groups)) if kind == "submit" else _operation(kind, rng) for kind in kinds]
 
@@ -369,4 +369,4 @@ def _profile(rng: random.Random) -> tuple[float, ...]:
 def _product(rng: random.Random) -> tuple[int, int, int, int, bool, int | None]:
     inner = rng.choice([rng.randint(1, 6), rng.randint(1, 6), rng.randint(90, 400)])  # little memory: in chunks
     weight = rng.choice([None, rng.randrange(6)])
-    return rng.choice([1, 1, 1, 3]), rng.randint(1, 7), inner, rng.randint(1, 7), rng.random() < 0.5, weight
+    return rng.choice([1, 1, 1, 3]), rng.randint(1, 6), inner, rng.randint(1, 6), rng.random() < 0.5, weight

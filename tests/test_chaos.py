@@ -27,9 +27,9 @@ def test_the_same_seed_gives_the_same_operations_and_the_same_trace() -> None:
 
 def test_sound_code_survives_and_every_kind_of_fault_happens() -> None:
     tally = Tally()
-    for seed in range(10_000, 10_060):
-        assert live_one(seed, tally) is None, f"seed {seed}"
-    assert tally.worlds == 60
+    for seed in range(10_000, 10_240):
+        assert failure_of(generate(seed, length=40), tally) is None, f"seed {seed}"
+    assert tally.worlds == 240
     assert set(tally.faults) == set(FAULTS)
     assert min(tally.faults.values()) >= 20
 
