@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 COALESCE_NS = 500_000  # answers due within this time of each other travel together, none earlier than this
 ANSWERS_A_MESSAGE = 512
+LOOK_NS = 10_000_000  # a busy pod looks for orders so often
 SLICE_NS = 200_000  # computing goes on for about so long before the loop looks at the socket again
 SLICE_UNTIMED_NS = 5_000_000  # the same when no time is modelled and nothing can be late
 Answer = tuple[int, int, int, int, int, float, int]  # in the order of wire.ANSWER
@@ -76,6 +77,7 @@ class Pod:
         self._frozen_until_ns = np.zeros(len(profiles), np.int64)
         self._liar = Liar()
         self._unnoticed: list[tuple[int, int]] = []  # heap: when the server would miss the silent one, and its index
+        self._looked_ns = 0  # for orders, while busy
         self._watched: tuple[Connection | None, bool] = (None, False)  # what the poller looks at
         self._poller = zmq.Poller()
         self.injected: Counter[str] = Counter()
@@ -150,6 +152,10 @@ class Pod:
         if wait_s < 0.001:
             self._clock.sleep(wait_s)  # a poll counts in milliseconds
             wait_s = 0.0
+            now_ns = self._clock.now_ns()
+            if line is not None and now_ns < self._looked_ns + LOOK_NS:
+                return False  # busy: whatever the server has sent is taken next, orders can wait a moment
+            self._looked_ns = now_ns
         watched = (line, self._orders.open)
         if watched != self._watched:
             self._watched, self._poller = watched, zmq.Poller()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 REMEMBERED = 2048  # blocks
-ENOUGH = 128  # before so many are known nothing is overdue; the margin is found anew as often
+ENOUGH = 128  # before so many are known nothing is overdue
 QUANTILE = 0.99
 BEYOND = 1.25  # overdue is what takes so many times the quantile
 
@@ -31,10 +32,11 @@ class Deadlines:
         if self.margin < float("inf"):
             heapq.heappush(self._heap, (now_s + self.margin * expected_s, device, key))
 
-    def returned(self, took_s: float, expected_s: float) -> None:
-        self._ratios.append(took_s / max(expected_s, 1e-9))
-        self._fresh += 1
-        if self._fresh >= ENOUGH:
+    def returned(self, ratios: Sequence[float]) -> None:
+        """What blocks took, as multiples of what was expected."""
+        self._ratios.extend(ratios)
+        self._fresh += len(ratios)
+        if self._fresh >= (ENOUGH if self.margin == float("inf") else REMEMBERED // 2):
             self._fresh = 0
             self.margin = max(1.0, BEYOND * float(np.quantile(np.array(self._ratios), QUANTILE)))
 
@@ -42,10 +44,11 @@ class Deadlines:
     def next_s(self) -> float:
         return self._heap[0][0] if self._heap else float("inf")
 
-    def overdue(self, now_s: float, most: int) -> list[tuple[int, Key]]:
-        """Device and block of those whose deadline has passed, each told once. They may have come back since."""
-        found: list[tuple[int, Key]] = []
+    def overdue(self, now_s: float, open_: Callable[[int, Key], bool], most: int) -> list[Key]:
+        """Blocks whose deadline has passed and that are still open on their device, each told once."""
+        found: list[Key] = []
         while self._heap and self._heap[0][0] <= now_s and len(found) < most:
             _, device, key = heapq.heappop(self._heap)
-            found.append((device, key))
+            if open_(device, key):
+                found.append(key)
         return found

@@ -49,7 +49,11 @@ REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more w
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of the least busy survivors
 THEFTS_A_TURN = 32
 COPIES_A_TURN = 32  # overdue blocks that are given to somebody else too
-CORRECTED_EVERY_S = 0.5  # what was learnt about devices changes plans at most so often
+SUSPECTED_S = (
+    5.0  # whoever is overdue gets nothing new for so long; if it is dead, its connection tells within that time
+)
+MOST_SUSPECTS = 0.25  # of the fleet: if more are late, it is not them
+CORRECTED_EVERY_S = 2.0  # what was learnt about devices changes plans at most so often
 OVERTAKEN_IN_A_ROW = 3  # times, and a device is taken for slower than it said; less may be an accident
 MOST_SLOWER = 1000.0
 NOBODY = "no device is there"
@@ -68,6 +72,7 @@ class Dispatcher:
         self.deadlines = Deadlines()
         self.copies = 0  # overdue blocks that were given to somebody else too
         self._copies: dict[tuple[int, int], int] = {}  # block -> the second device that has it
+        self._suspects: dict[int, float] = {}  # overdue devices -> until when they get nothing new
         self._now_s = 0.0
         self._slower: dict[int, float] = {}  # learnt, and not in the profiles yet
         self._corrected_s = 0.0
@@ -143,7 +148,7 @@ class Dispatcher:
             self._add(job, plan.tiles, plan.device, plan.fresh, turn)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
-        accepted, finished, repaired = [], [], []
+        accepted, finished, repaired, ratios = [], [], [], []
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
             job = self._land(device, job_id, block)
             if job is None:
@@ -151,13 +156,21 @@ class Dispatcher:
                 continue
             job.state[block] = DONE
             job.open -= 1
-            self._learn(device, job, job_id, block, turn)
+            if (job_id, block) in self._copies:
+                self._overtaken(device, job, job_id, block, turn)
+            else:
+                ratios.append((self._now_s - job.sent_s[block]) / job.expected_s[block])
+                if self.devices[device].overtaken:
+                    self.devices[device].overtaken.clear()
+            if device in self._suspects:
+                self._trust([device])  # it lives
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:
                 repaired.append(job.loss[block])
             if not job.open and not any(orphan[0] == job_id for orphan in self._orphans):
                 finished.append(job_id)
+        self.deadlines.returned(ratios)
         if accepted:
             turn.out.append(AcceptBlocks(accepted))
         for loss in repaired:
@@ -245,6 +258,8 @@ class Dispatcher:
             self.devices[device] = Device(record.credit_blocks, record.memory_bytes, record.round_trip_s, alive=False)
             turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
+        for device in devices:
+            self._suspects.pop(device, None)
         if lost:
             self._last_loss += 1
             self._losses[self._last_loss] = 0
@@ -262,17 +277,25 @@ class Dispatcher:
 
     # ---- stragglers
 
+    def _trust(self, devices: list[int]) -> None:
+        for device in devices:
+            del self._suspects[device]
+        self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
+
     def _help_the_late(self, turn: Turn) -> None:
         """What is overdue is also given to an idle device; the first good answer counts."""
-        late = [
-            (device, key)
-            for device, key in self.deadlines.overdue(self._now_s, COPIES_A_TURN)
-            if key in self.devices[device].in_flight and key not in self._copies
-        ]
+        over = [device for device, until_s in self._suspects.items() if until_s <= self._now_s]
+        if over:
+            self._trust(over)
+        late = self.deadlines.overdue(
+            self._now_s,
+            lambda device, key: key in self.devices[device].in_flight and key not in self._copies,
+            COPIES_A_TURN,
+        )
         if not late:
             return
         idle = np.array([d for d in self._able.tolist() if self.devices[d].idle], np.int64)
-        for _, (job_id, block) in late:
+        for job_id, block in late:
             job = self.jobs[job_id]
             _, batches, _, rows, _, columns = job.tiles[block].tolist()
             inner, profiles = job.shape.inner, self.profiles[idle]
@@ -288,6 +311,10 @@ class Dispatcher:
             idle = np.delete(idle, best)
             self._copies[job_id, block] = device
             self.copies += 1
+            late_one = job.device[block]
+            if late_one not in self._suspects and len(self._suspects) < MOST_SUSPECTS * len(self._able):
+                self._suspects[late_one] = self._now_s + SUSPECTED_S
+                self._able = self._able[self._able != late_one]
             job.down_bytes[block] = operand_bytes(batches, rows, inner, columns)
             job.kept[block] = 0
             sent_s, expected_s, owner = job.sent_s[block], job.expected_s[block], job.device[block]
@@ -305,15 +332,10 @@ class Dispatcher:
         job.device[block] = other
         return other
 
-    def _learn(self, device: int, job: Job, job_id: int, block: int, turn: Turn) -> None:
-        """From an answer that counts: about the model, and about a device that somebody else has overtaken."""
-        took_s, expected_s = self._now_s - job.sent_s[block], job.expected_s[block]
-        copy = self._copies.get((job_id, block))
-        if copy is None or device != copy:
-            self.deadlines.returned(took_s, expected_s)
-            self.devices[device].overtaken.clear()
-        if copy is None:
-            return
+    def _overtaken(self, device: int, job: Job, job_id: int, block: int, turn: Turn) -> None:
+        """One of two who had this block has answered: the other one may stop, and we learn something about it."""
+        ratio = (self._now_s - job.sent_s[block]) / job.expected_s[block]
+        copy = self._copies[job_id, block]
         loser = self._other_holder(device, job_id, block)
         assert loser is not None
         job.device[block] = device
@@ -323,9 +345,11 @@ class Dispatcher:
         turn.cancel.jobs.append(job_id)
         turn.cancel.blocks.append(block)
         if loser == copy:
+            self.deadlines.returned([ratio])
+            self.devices[device].overtaken.clear()
             return
         record = self.devices[loser]
-        record.overtaken.append(took_s / max(expected_s, 1e-9))  # at least so much longer than its profile says
+        record.overtaken.append(ratio)  # at least so much longer than its profile says
         if len(record.overtaken) == OVERTAKEN_IN_A_ROW:
             self._slower[loser] = min(record.overtaken)
             record.overtaken.clear()
@@ -444,7 +468,7 @@ class Dispatcher:
         record.in_flight_bytes += job.size_bytes[block]
         record.free_s = max(record.free_s, self._now_s) + job.cost_s[block]
         job.sent_s[block] = self._now_s
-        job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s
+        job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + 1e-9  # never nothing
         self.deadlines.sent((job_id, block), device, self._now_s, job.expected_s[block])
         turn.send.devices.append(device)
         turn.send.jobs.append(job_id)

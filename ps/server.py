@@ -79,6 +79,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
+OVERDUE_EVERY_S = 0.01  # how often it looks for blocks that are overdue
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
 
 
@@ -244,10 +245,10 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        next_beat = time.monotonic()
+        next_beat = next_look = time.monotonic()
         while not self._stopping:
             stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
-            next_s = min(next_beat, self._dispatcher.deadlines.next_s)
+            next_s = min(next_beat, max(next_look, self._dispatcher.deadlines.next_s))
             timeout_s = 0.001 if stuck else max(0.001, next_s - time.monotonic())
             ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
             woke = time.perf_counter()
@@ -260,7 +261,8 @@ class Server:
                 for peer in list(self._peers.values()):
                     if not self._shipping.drain(peer):
                         self._lose(peer, "its connection is gone")
-            if time.monotonic() >= self._dispatcher.deadlines.next_s:
+            if time.monotonic() >= max(next_look, self._dispatcher.deadlines.next_s):
+                next_look = time.monotonic() + OVERDUE_EVERY_S
                 self._handle(TimePassed())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s

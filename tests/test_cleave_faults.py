@@ -27,6 +27,11 @@ FAULTS = """[
 ]""".replace("\n", " ")
 
 
+LIES = "[" + ", ".join(
+    f'{{at = "0 s", do = "lie", devices = 2, how = "{how}"}}' for how in ("noise", "element", "stale", "zeros", "nan")
+) + "]"  # fmt: skip
+
+
 class Run:
     def __init__(self, folder: Path) -> None:
         (self.folder,) = folder.iterdir()
@@ -49,6 +54,7 @@ def runs(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "churn": (*CHURN, "--set", "churn.mean_away=1 s", "--set", "churn.how=leave"),
         "faults": ("--devices", "30", "--steps", "4", "--set", "fleet.pods=3", "--set", f"faults={FAULTS}"),
     }
+    options["lies"] = ("--devices", "60", "--steps", "4", "--set", f"faults={LIES}")
     folders = {name: tmp_path_factory.mktemp(name) for name in options}
     programs = {
         name: start_module("-c", CLEAVE, "run", "quickstart", "--results", str(folders[name]), *SMALL, *more)
@@ -79,3 +85,14 @@ def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(ru
     assert audit["injected"] + audit["after_the_end"] >= 10, audit
     assert {event["do"] for event in run.injected} >= {"slow", "vanish", "corrupt", "freeze", "leave", "return", "kill"}
     assert run.summary["lost_devices"] >= 10  # the killed pod's
+
+
+def test_liars_are_caught_and_nobody_else_and_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
+    run = runs["lies"]
+    run.check()
+    liars = {device for event in run.injected for device in event["devices"]}
+    caught = {int(label.split(" ")[0].rsplit("/", 1)[1]) for label in run.summary["suspended"]}
+    assert caught
+    assert caught <= liars
+    assert run.summary["verification"]["wrong"] >= len(caught)
+    assert run.summary["verification"]["checked"] >= run.summary["blocks"]

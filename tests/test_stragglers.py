@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
 from ps.deadlines import BEYOND, ENOUGH, Deadlines
-from ps.dispatcher import CORRECTED_EVERY_S, OVERTAKEN_IN_A_ROW, Dispatcher
+from ps.dispatcher import CORRECTED_EVERY_S, OVERTAKEN_IN_A_ROW, SUSPECTED_S, Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -31,25 +31,29 @@ COMMON = Profile(1e9, 0.0, 1e7, 1e7, 0.01, 1 << 40, 4)
 SHAPE = Shape(1, 64, 16, 64)
 
 
+def anybody(device: int, key: tuple[int, int]) -> bool:
+    return True
+
+
 def test_nothing_is_overdue_before_enough_is_known() -> None:
     deadlines = Deadlines()
     deadlines.sent((0, 0), 0, now_s=0.0, expected_s=1.0)
     for _ in range(ENOUGH - 1):
-        deadlines.returned(1.0, 1.0)
+        deadlines.returned([1.0])
     deadlines.sent((0, 1), 0, now_s=0.0, expected_s=1.0)
-    assert deadlines.overdue(1e9, most=10) == []
+    assert deadlines.overdue(1e9, anybody, most=10) == []
 
 
 def test_overdue_is_what_takes_longer_than_nearly_all_did() -> None:
     deadlines = Deadlines()
     for i in range(ENOUGH):
-        deadlines.returned(3.0 if i % 2 else 2.0, 1.0)  # a host on which everything takes two or three times as long
+        deadlines.returned([3.0 if i % 2 else 2.0])  # a host on which everything takes two or three times as long
     assert deadlines.margin == BEYOND * 3.0
     deadlines.sent((0, 0), 7, now_s=10.0, expected_s=2.0)
     assert deadlines.next_s == 10.0 + 2.0 * deadlines.margin
-    assert deadlines.overdue(deadlines.next_s - 1e-9, most=10) == []
-    assert deadlines.overdue(deadlines.next_s, most=10) == [(7, (0, 0))]
-    assert deadlines.overdue(1e9, most=10) == [], "it is told once"
+    assert deadlines.overdue(deadlines.next_s - 1e-9, anybody, most=10) == []
+    assert deadlines.overdue(deadlines.next_s, anybody, most=10) == [(0, 0)]
+    assert deadlines.overdue(1e9, anybody, most=10) == [], "it is told once"
 
 
 class Clockwork:
@@ -60,7 +64,7 @@ class Clockwork:
         self.now_s, self.job = 100.0, 0
         self.dispatcher.handle(DevicesJoined(0, pack_profiles(profiles or [COMMON] * 5)), self.now_s)
         for _ in range(ENOUGH):
-            self.dispatcher.deadlines.returned(2.0, 1.0)
+            self.dispatcher.deadlines.returned([2.0])
 
     def submit(self, devices: list[int]) -> list[int]:
         """A product in as many equal parts; its blocks."""
@@ -188,3 +192,38 @@ def test_who_is_in_time_between_is_not_slower() -> None:
         world.now_s += CORRECTED_EVERY_S
         world.job += 1
     assert (shares(world, Shape(1, 600, 64, 600)) == before).all()
+
+
+def test_who_is_overdue_gets_nothing_new_until_it_answers_or_some_time_has_passed() -> None:
+    for lives in (True, False):
+        world = Clockwork()
+        world.submit([0])
+        world.late()
+        assert world.dispatcher._able.tolist() == [1, 2, 3, 4]
+        if lives:
+            world.answer(0, 0)
+        else:
+            world.now_s += SUSPECTED_S
+            world.dispatcher.handle(TimePassed(), world.now_s)
+        world.dispatcher.check()
+        assert world.dispatcher._able.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_if_many_are_late_it_is_not_them() -> None:
+    """Otherwise a host that stalls would leave nobody to work with."""
+    world = Clockwork(*[COMMON] * 8)
+    world.submit([0, 1, 2, 3])
+    world.dispatcher.handle(TimePassed(), 1e6)
+    world.dispatcher.check()
+    assert len(world.dispatcher._able) >= 6
+
+
+def test_a_suspect_that_is_lost_does_not_come_back() -> None:
+    world = Clockwork()
+    world.submit([0])
+    (helper,) = world.late().devices
+    world.dispatcher.handle(DevicesLeft([0]), world.now_s)
+    world.answer(helper, 0)
+    world.dispatcher.handle(TimePassed(), world.now_s + SUSPECTED_S)
+    world.dispatcher.check()
+    assert world.dispatcher._able.tolist() == [1, 2, 3, 4]

@@ -109,12 +109,14 @@ def _one_pass(
 def _work(job: int, device: NDArray[np.int64]) -> Work:
     """Blocks that share their right operand; each message also releases an old one's operands."""
     pieces = np.zeros(2, PIECE)
-    pieces["piece"], pieces["job"] = (2 * job, 2 * job + 1), job
+    pieces["piece"] = (2 * job, 2 * job + 1)
     pieces["batch"], pieces["outer"], pieces["inner"] = 1, (SIDE * len(device), SIDE), INNER
     blocks = np.zeros(len(device), BLOCK)
     blocks["device"], blocks["job"], blocks["block"] = device, job, np.arange(len(device))
     blocks["left"], blocks["right"], blocks["left_outer"] = 2 * job, 2 * job + 1, np.arange(len(device)) * SIDE
     blocks["batch"], blocks["rows"], blocks["columns"] = 1, SIDE, SIDE
     data = [np.ones((SIDE * len(device), INNER), np.float32), np.ones((SIDE, INNER), np.float32)]
-    released = np.array([job - RELEASED_AFTER] if job >= RELEASED_AFTER else [], "<u8")
+    blocks["chunks"], blocks["down_bytes"] = 1, 4 * INNER * 2 * SIDE
+    old = 2 * (job - RELEASED_AFTER)
+    released = np.array([old, old + 1] if old >= 0 else [], "<u4")
     return Work(time.monotonic_ns(), released, pieces, blocks, list(data))
