@@ -141,7 +141,7 @@ class _Fluid:
     cuts: Cuts
     laws: tuple[Law, Law]
     areas: Areas
-    span_s: float  # no plan ends before this
+    span_s: float  # about when it could end: an estimate, by the upright law and with every overhead, not a bound
 
     @classmethod
     def of(cls, request: Request, profiles: NDArray[np.void], names: Integers | None = None) -> _Fluid:
