@@ -31,7 +31,7 @@ from ps.plans import Plan, PlanError, Request, Shape
 
 HELPERS = 32  # devices that a rectangle is cut over if it stands alone
 WELCOMED = 64  # newcomers that get something at once; more of them wait for the next plan
-LATER = 1.25  # a column may end this much later than the plan did; otherwise others help
+LATER = 1.1  # a column may end this much later than the plan did; otherwise others help
 
 
 @dataclass(slots=True)
@@ -287,7 +287,8 @@ def welcomed(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.vo
             continue  # it has no room for that
         profile, parts = profiles[newcomer : newcomer + 1], -(-shape.inner // chunk)
         ends = float(block_seconds(profile, given[1], given[3], shape.inner, given[5], None, parts)[0])
-        if ends >= end_of[last]:
+        ends += end_of.get(newcomer, 0.0)  # it may have got work already, as a helper
+        if last == newcomer or ends >= end_of[last]:
             continue
         tiles[index, axis + 1] -= half
         tiles, device = np.concatenate([tiles, given[None]]), np.append(device, newcomer)

@@ -27,10 +27,13 @@ class Deadlines:
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._fresh = 0
         self._heap: list[tuple[float, int, Key]] = []  # deadline, device, block
+        self._unjudged: list[tuple[Key, int, float, float]] = []  # sent before anything was known
 
     def sent(self, key: Key, device: int, now_s: float, expected_s: float) -> None:
         if self.margin < float("inf"):
             heapq.heappush(self._heap, (now_s + self.margin * expected_s, device, key))
+        else:
+            self._unjudged.append((key, device, now_s, expected_s))
 
     def returned(self, ratios: Sequence[float]) -> None:
         """What blocks took, as multiples of what was expected."""
@@ -39,6 +42,9 @@ class Deadlines:
         if self._fresh >= (ENOUGH if self.margin == float("inf") else REMEMBERED // 2):
             self._fresh = 0
             self.margin = max(1.0, BEYOND * float(np.quantile(np.array(self._ratios), QUANTILE)))
+            for sent in self._unjudged:
+                self.sent(*sent)
+            self._unjudged.clear()
 
     @property
     def next_s(self) -> float:

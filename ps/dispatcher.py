@@ -5,13 +5,16 @@ the instructions in their order.
 
 Always true, and checked by `check()` after every event in tests:
 - the blocks of a job that are not cut up tile its output exactly, so every cell is written exactly once;
-- a block waits in one queue, or is in flight on one device (on two, if it is overdue), or is done, or was cut up;
+- a block waits in one queue, or is in flight on one device, or is done, or was cut up; an overdue one may also be
+  under way elsewhere, in pieces, until the first good answer decides which of the two counts;
 - a late or duplicate answer changes nothing;
 - no device holds more blocks or bytes than its credit: blocks in flight and kept slabs fit its memory together;
 - a job ends as long as one able device lives.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,19 +46,19 @@ from ps.grid import grid_plan
 from ps.invariants import check
 from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Device, Job, Turn, whole
 from ps.planner import Integers, PlanError, Planner, Shape
+from ps.rescues import Rescues
 from ps.slabs import KeptSlabs
+from ps.slowness import Slowness
 
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of the least busy survivors
 THEFTS_A_TURN = 32
-COPIES_A_TURN = 32  # overdue blocks that are given to somebody else too
-SUSPECTED_S = (
-    5.0  # whoever is overdue gets nothing new for so long; if it is dead, its connection tells within that time
-)
+REACTION_S = 0.01  # the server looks at the clock so often, and answers wait so long for each other
+LATE_A_TURN = 32  # overdue blocks that are given to others too
+RESCUED_OVER = 16  # devices, at most, that an overdue block is cut over
+SUSPECTED_S = 5.0  # whoever is overdue gets nothing new for so long; if it is dead, its connection tells within that
 MOST_SUSPECTS = 0.25  # of the fleet: if more are late, it is not them
-CORRECTED_EVERY_S = 2.0  # what was learnt about devices changes plans at most so often
-OVERTAKEN_IN_A_ROW = 3  # times, and a device is taken for slower than it said; less may be an accident
-MOST_SLOWER = 1000.0
+CORRECTED_EVERY_S = 1.0  # what was learnt about devices changes plans at most so often
 NOBODY = "no device is there"
 
 
@@ -70,18 +73,35 @@ class Dispatcher:
         self._losses: dict[int, int] = {}  # loss of devices -> blocks that are still to be done again
         self._last_loss = 0
         self.deadlines = Deadlines()
-        self.copies = 0  # overdue blocks that were given to somebody else too
-        self._copies: dict[tuple[int, int], int] = {}  # block -> the second device that has it
+        self.rescues = Rescues()
+        self._slowness = Slowness()
         self._suspects: dict[int, float] = {}  # overdue devices -> until when they get nothing new
+        self._overtaken: set[int] = set()  # suspects to whom others were faster
         self._now_s = 0.0
-        self._slower: dict[int, float] = {}  # learnt, and not in the profiles yet
+        self._told = np.empty(0, PROFILE)  # what devices said of themselves when they joined
         self._corrected_s = 0.0
-        self._revision = 0  # of the profiles
+        self._revised: dict[int, int] = {}  # devices whose profile was corrected -> when, counted
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
         self._waiting_total = 0
         self._able = np.empty(0, np.int64)  # ids that take work; a new array whenever they change
         self._slabs = KeptSlabs()
         self._orphans: list[tuple[int, Integers, int]] = []  # rectangles that no device could take yet; their loss
+
+    def prepare(self, event: JobsSubmitted, now_s: float = 0.0) -> JobsSubmitted:
+        """The same with its plans made, where there can be any. That takes a while; whoever has a clock does it first,
+        and then tells `handle` at what time the blocks go out, or they would all look late."""
+        self._now_s = now_s
+        jobs = sorted(event.jobs, key=lambda new: not new.urgent)
+        open_ = [new for new in jobs if new.plan is None]
+        if not open_ or not len(self._able):
+            return event
+        self._correct_profiles()
+        requests = [new.request for new in open_]
+        try:
+            plans = iter(self._planner.plan(requests, self.profiles, self._able, self._revised))
+        except PlanError:
+            return event
+        return JobsSubmitted([new if new.plan is not None else replace(new, plan=next(plans)) for new in jobs])
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way in which anything changes."""
@@ -135,8 +155,12 @@ class Dispatcher:
                 raise PlanError(NOBODY)
             self._correct_profiles()
             requests = [self.jobs[job].request for job in jobs]
-            plans = self._planner.plan(requests, self.profiles, self._able, self._revision)
+            plans = self._planner.plan(requests, self.profiles, self._able, self._revised)
         except PlanError as error:
+            if self._suspects:  # better late than never
+                self._trust(list(self._suspects))
+                self._plan_together(jobs, turn)
+                return
             if len(jobs) > 1:  # some of them may be possible
                 for job in jobs:
                     self._plan_together([job], turn)
@@ -154,14 +178,13 @@ class Dispatcher:
             if job is None:
                 self.stale += 1
                 continue
+            if self.rescues.begun:
+                self._decided(job_id, block, turn)
             job.state[block] = DONE
             job.open -= 1
-            if (job_id, block) in self._copies:
-                self._overtaken(device, job, job_id, block, turn)
-            else:
-                ratios.append((self._now_s - job.sent_s[block]) / job.expected_s[block])
-                if self.devices[device].overtaken:
-                    self.devices[device].overtaken.clear()
+            ratios.append((self._now_s - job.sent_s[block]) / job.expected_s[block])
+            if device in self._slowness.factor:
+                self._slowness.answered(device, ratios[-1])
             if device in self._suspects:
                 self._trust([device])  # it lives
             accepted.append(position)
@@ -216,7 +239,7 @@ class Dispatcher:
                 continue
             self.devices[device].refusals += 1
             turn.freed[device] = None
-            if self._other_holder(device, job_id, block) is None:
+            if not self._given_up(job_id, block, turn):
                 failed.append((device, job_id, block))
         broken = {d: self.devices[d].refusals for d, _, _ in failed if self.devices[d].refusals > REFUSALS_ALLOWED}
         turn.out += [SuspendDevice(device, f"it failed {refusals} blocks") for device, refusals in broken.items()]
@@ -234,6 +257,7 @@ class Dispatcher:
             self.devices.append(Device(credit_blocks, memory_bytes, 2 * latency_s))
         new = np.arange(event.first, len(self.devices))
         self.profiles = np.concatenate([self.profiles, event.profiles])
+        self._told = np.concatenate([self._told, event.profiles])
         self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
         self._able = np.concatenate([self._able, new])
         self._slabs.grow(len(new))
@@ -251,8 +275,8 @@ class Dispatcher:
         lost: list[tuple[int, int]] = []
         for device in devices:
             record = self.devices[device]
-            lost += [key for key in sorted(record.in_flight) if self._other_holder(device, *key) is None]
-            lost += [*record.urgent, *record.background]
+            held = [*sorted(record.in_flight), *record.urgent, *record.background]
+            lost += [key for key in held if not self._given_up(*key, turn)]
             self._waiting_total -= int(self._waiting[device])
             self._waiting[device] = 0
             self.devices[device] = Device(record.credit_blocks, record.memory_bytes, record.round_trip_s, alive=False)
@@ -260,6 +284,10 @@ class Dispatcher:
         self._able = self._able[~np.isin(self._able, devices)]
         for device in devices:
             self._suspects.pop(device, None)
+            self._overtaken.discard(device)
+            self._slowness.forget(device)
+            self._revised.pop(device, None)
+        lost = [key for key in lost if self.jobs[key[0]].state[key[1]] != CUT]
         if lost:
             self._last_loss += 1
             self._losses[self._last_loss] = 0
@@ -280,93 +308,122 @@ class Dispatcher:
     def _trust(self, devices: list[int]) -> None:
         for device in devices:
             del self._suspects[device]
+            self._overtaken.discard(device)
         self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
 
     def _help_the_late(self, turn: Turn) -> None:
-        """What is overdue is also given to an idle device; the first good answer counts."""
+        """Whoever is overdue with a block is suspected: all that it was sent is also given to others, in pieces, and
+        what still waits for it goes to them altogether."""
         over = [device for device, until_s in self._suspects.items() if until_s <= self._now_s]
         if over:
             self._trust(over)
         late = self.deadlines.overdue(
-            self._now_s,
-            lambda device, key: key in self.devices[device].in_flight and key not in self._copies,
-            COPIES_A_TURN,
+            self._now_s, lambda device, key: key in self.devices[device].in_flight, LATE_A_TURN
         )
-        if not late:
-            return
-        idle = np.array([d for d in self._able.tolist() if self.devices[d].idle], np.int64)
-        for job_id, block in late:
-            job = self.jobs[job_id]
-            _, batches, _, rows, _, columns = job.tiles[block].tolist()
-            inner, profiles = job.shape.inner, self.profiles[idle]
-            room = chunk_length(batches, rows, inner, columns, usable_bytes(profiles)) >= job.chunk[block]
-            fits = np.array([self._has_credit(self.devices[d], job.size_bytes[block]) for d in idle.tolist()], bool)
-            able = np.flatnonzero(room & fits)
-            if not len(able):
+        for key in late:
+            device = self.jobs[key[0]].device[key[1]]
+            if key not in self.devices[device].in_flight or key in self.rescues:
+                continue  # it was rescued together with what is before it
+            if device not in self._suspects and len(self._suspects) < MOST_SUSPECTS * len(self._able):
+                self._suspect(device, turn)
+            if device not in self._suspects:
+                self._rescue(*key, turn)
                 continue
-            chunks = -(-inner // job.chunk[block])
-            seconds = block_seconds(profiles[able], batches, rows, inner, columns, None, chunks)
-            best = int(able[np.argmin(seconds)])
-            device = int(idle[best])
-            idle = np.delete(idle, best)
-            self._copies[job_id, block] = device
-            self.copies += 1
-            late_one = job.device[block]
-            if late_one not in self._suspects and len(self._suspects) < MOST_SUSPECTS * len(self._able):
-                self._suspects[late_one] = self._now_s + SUSPECTED_S
-                self._able = self._able[self._able != late_one]
-            job.down_bytes[block] = operand_bytes(batches, rows, inner, columns)
-            job.kept[block] = 0
-            sent_s, expected_s, owner = job.sent_s[block], job.expected_s[block], job.device[block]
-            self.devices[device].backlog_s += job.cost_s[block]
-            self._launch(device, self.devices[device], job_id, job, block, turn)
-            job.sent_s[block], job.expected_s[block], job.device[block] = sent_s, expected_s, owner
+            for held in sorted(self.devices[device].in_flight, key=lambda held: not self.jobs[held[0]].urgent):
+                if held not in self.rescues:
+                    self._rescue(*held, turn)
 
-    def _other_holder(self, device: int, job_id: int, block: int) -> int | None:
-        """Who else computes this block, now that this device will not; it is the only one from now on."""
-        copy = self._copies.pop((job_id, block), None)
-        if copy is None:
-            return None
-        job = self.jobs[job_id]
-        other = copy if device == job.device[block] else job.device[block]
-        job.device[block] = other
-        return other
+    def _suspect(self, device: int, turn: Turn) -> None:
+        """It gets nothing new for a while, and what still waits for it goes to others."""
+        self._suspects[device] = self._now_s + SUSPECTED_S
+        self._able = self._able[self._able != device]
+        record = self.devices[device]
+        waiting = [*record.urgent, *record.background]
+        for job_id, block in waiting:
+            self._given_up(job_id, block, turn)
+            record.backlog_s -= self.jobs[job_id].cost_s[block]
+        record.urgent.clear()
+        record.background.clear()
+        self._waiting_total -= len(waiting)
+        self._waiting[device] = 0
+        self._cut(waiting, turn)
 
-    def _overtaken(self, device: int, job: Job, job_id: int, block: int, turn: Turn) -> None:
-        """One of two who had this block has answered: the other one may stop, and we learn something about it."""
-        ratio = (self._now_s - job.sent_s[block]) / job.expected_s[block]
-        copy = self._copies[job_id, block]
-        loser = self._other_holder(device, job_id, block)
-        assert loser is not None
-        job.device[block] = device
-        self._land(loser, job_id, block)
-        turn.freed[loser] = None
-        turn.cancel.devices.append(loser)
-        turn.cancel.jobs.append(job_id)
-        turn.cancel.blocks.append(block)
-        if loser == copy:
-            self.deadlines.returned([ratio])
-            self.devices[device].overtaken.clear()
+    def _rescue(self, job_id: int, block: int, turn: Turn) -> None:
+        """Cut an overdue block over those who would end soonest with it. It goes on, too: the first answer decides."""
+        job, device = self.jobs[job_id], self.jobs[job_id].device[block]
+        if (earlier := self.rescues.block_of((job_id, block))) is not None:
+            self._pieces_win(job_id, earlier, turn)  # the piece is overdue as well: enough of that one
+        made = self._recut(job, job.tiles[block : block + 1], RESCUED_OVER, avoid=device)
+        if made is None or not (made[1] != device).all():  # nobody else: ask again
+            self.deadlines.sent((job_id, block), device, self._now_s, job.expected_s[block])
             return
-        record = self.devices[loser]
-        record.overtaken.append(ratio)  # at least so much longer than its profile says
-        if len(record.overtaken) == OVERTAKEN_IN_A_ROW:
-            self._slower[loser] = min(record.overtaken)
-            record.overtaken.clear()
+        first = len(job.state)
+        self._add(job_id, *made, turn, patience_s=job.expected_s[block])
+        pieces = list(range(first, len(job.state)))
+        job.open -= len(pieces)  # the late one still counts
+        self.rescues.begin((job_id, block), pieces)
+
+    def _decided(self, job_id: int, block: int, turn: Turn) -> None:
+        """This block was answered: if it was overdue, its pieces end; if it is a piece, the overdue one does."""
+        if (job_id, block) in self.rescues:
+            for piece in self.rescues.decide((job_id, block)):
+                self._end(job_id, piece, turn)
+        elif (late := self.rescues.block_of((job_id, block))) is not None:
+            job, device = self.jobs[job_id], self.jobs[job_id].device[late]
+            if device in self._suspects and device not in self._overtaken:
+                self._overtaken.add(device)  # once for all that it was sent
+                self._slowness.overtaken(device, (self._now_s - job.sent_s[late]) / job.expected_s[late])
+            self._pieces_win(job_id, late, turn)
+
+    def _given_up(self, job_id: int, block: int, turn: Turn) -> bool:
+        """Whoever has this block will not answer it. True if others are at it already, in pieces."""
+        late = self.rescues.block_of((job_id, block))
+        if late is not None:
+            self._pieces_win(job_id, late, turn)  # this piece is to be found another place
+        if (job_id, block) not in self.rescues:
+            return False
+        self._pieces_count(job_id, block)
+        self.jobs[job_id].state[block] = CUT
+        return True
+
+    def _pieces_win(self, job_id: int, late: int, turn: Turn) -> None:
+        self._pieces_count(job_id, late)
+        self._end(job_id, late, turn)
+
+    def _pieces_count(self, job_id: int, late: int) -> None:
+        """They take the place of the overdue block."""
+        job, pieces = self.jobs[job_id], self.rescues.decide((job_id, late))
+        job.open += len(pieces) - 1
+        if (loss := job.loss[late]) in self._losses:
+            self._losses[loss] += len(pieces) - 1
+            for piece in pieces:
+                job.loss[piece] = loss
+
+    def _end(self, job_id: int, block: int, turn: Turn) -> None:
+        """Nobody needs this block any more, wherever it is."""
+        job = self.jobs[job_id]
+        device, key = job.device[block], (job_id, block)
+        record = self.devices[device]
+        if self._land(device, job_id, block) is not None:
+            turn.stop(device, job_id, block)
+            turn.freed[device] = None
+        elif job.state[block] == PENDING:
+            (record.urgent if job.urgent else record.background).remove(key)
+            self._waiting[device] -= 1
+            self._waiting_total -= 1
+            record.backlog_s -= job.cost_s[block]
+        job.state[block] = CUT
 
     def _correct_profiles(self) -> None:
-        if not self._slower or self._now_s < self._corrected_s + CORRECTED_EVERY_S:
+        if self._now_s < self._corrected_s + CORRECTED_EVERY_S or not (changes := self._slowness.take_changes()):
             return
         self.profiles = self.profiles.copy()
-        for device, factor in self._slower.items():
-            record = self.devices[device]
-            factor = min(factor, MOST_SLOWER / record.slower)
-            record.slower *= factor
+        number = 1 + max(self._revised.values(), default=0)
+        for device, factor in changes.items():
             for rate in ("flops", "down_bps", "up_bps"):
-                self.profiles[rate][device] = max(1.0, self.profiles[rate][device] / factor)
-        self._slower.clear()
+                self.profiles[rate][device] = max(1.0, self._told[rate][device] / factor)
+            self._revised[device] = number
         self._corrected_s = self._now_s
-        self._revision += 1
 
     # ---- what they share
 
@@ -391,36 +448,63 @@ class Dispatcher:
             job.state[block] = CUT
             job.open -= 1
             earlier = job.loss[block]
-            self._place(job_id, job.tiles[block : block + 1], turn, avoid, earlier or loss)
+            self._place(job_id, job.tiles[block : block + 1], turn, avoid, earlier or loss, job.cost_s[block])
             if earlier in self._losses:
                 self._losses[earlier] -= 1
 
-    def _place(self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1, loss: int = 0) -> None:
+    def _place(
+        self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1, loss: int = 0, patience_s: float = 0.0
+    ) -> None:
         """Cut one rectangle again, over some of the least busy devices."""
         job = self.jobs[job_id]
+        made = self._recut(job, tile, RECUT_OVER, avoid)
+        if made is not None:
+            self._add(job_id, *made, turn, loss, patience_s)
+            return
+        if self._suspects:  # better late than never
+            self._trust(list(self._suspects))
+            self._place(job_id, tile, turn, avoid, loss, patience_s)
+            return
+        self._orphans.append((job_id, tile, loss))
+        if loss:
+            self._losses[loss] = self._losses.get(loss, 0) + 1
+        turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
+
+    def _recut(
+        self, job: Job, tile: Integers, most: int, avoid: int
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]] | None:
+        """Tiles, devices and fresh slabs of a rectangle over the least busy devices; None if nobody has the memory."""
         batch, batches, row, rows, column, columns = tile[0].tolist()
         shape = Shape(batches, rows, job.shape.inner, columns)
         candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(shape.inner)]
         if len(candidates) > 1:
             candidates = candidates[candidates != avoid]
-        backlog_s = np.array([self.devices[d].backlog_s for d in candidates.tolist()])
-        if len(candidates) > RECUT_OVER:
-            least_busy = np.argsort(backlog_s, kind="stable")[:RECUT_OVER]
-            candidates, backlog_s = candidates[least_busy], backlog_s[least_busy]
         if not len(candidates):
-            self._orphans.append((job_id, tile, loss))
-            if loss:
-                self._losses[loss] = self._losses.get(loss, 0) + 1
-            turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
-            return
+            return None
+        backlog_s = np.array([self.devices[d].backlog_s for d in candidates.tolist()])
+        if len(candidates) > most:
+            mine = self.profiles[candidates]
+            parts = max(1, shape.cells // most)
+            side = max(1, round(parts**0.5))
+            ends_s = backlog_s + block_seconds(mine, 1, min(side, rows), shape.inner, min(side, columns))
+            soonest = np.sort(np.argsort(ends_s, kind="stable")[:most])
+            candidates, backlog_s = candidates[soonest], backlog_s[soonest]
         plan = grid_plan(shape, self.profiles[candidates], backlog_s)
-        tiles = plan.tiles + np.array([batch, 0, row, 0, column, 0])
-        self._add(job_id, tiles, candidates[plan.device], plan.fresh, turn, loss)
+        return plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], plan.fresh
 
     def _add(
-        self, job_id: int, tiles: Integers, devices: Integers, fresh: NDArray[np.bool_], turn: Turn, loss: int = 0
+        self,
+        job_id: int,
+        tiles: Integers,
+        devices: Integers,
+        fresh: NDArray[np.bool_],
+        turn: Turn,
+        loss: int = 0,
+        patience_s: float = 0.0,
     ) -> None:
-        """New blocks of a job, each for its device: sent if there is credit, queued if not."""
+        """New blocks of a job, each for its device: sent if there is credit, queued if not. `patience_s`: they are
+        overdue no sooner than if this had been expected of them. Small pieces of what was late would be late again at
+        the first hitch, and their pieces again."""
         job, first = self.jobs[job_id], len(self.jobs[job_id].state)
         job.tiles = np.concatenate([job.tiles, tiles]) if first else tiles
         profiles, inner = self.profiles[devices], job.shape.inner
@@ -441,6 +525,7 @@ class Dispatcher:
         job.chunk += chunk.tolist()
         job.kept += kept.tolist()
         job.loss += [loss] * len(tiles)
+        job.patience_s += [patience_s] * len(tiles)
         job.sent_s += [0.0] * len(tiles)
         job.expected_s += [0.0] * len(tiles)
         if loss:
@@ -468,8 +553,8 @@ class Dispatcher:
         record.in_flight_bytes += job.size_bytes[block]
         record.free_s = max(record.free_s, self._now_s) + job.cost_s[block]
         job.sent_s[block] = self._now_s
-        job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + 1e-9  # never nothing
-        self.deadlines.sent((job_id, block), device, self._now_s, job.expected_s[block])
+        job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + REACTION_S
+        self.deadlines.sent((job_id, block), device, self._now_s, max(job.expected_s[block], job.patience_s[block]))
         turn.send.devices.append(device)
         turn.send.jobs.append(job_id)
         turn.send.blocks.append(block)
@@ -478,6 +563,8 @@ class Dispatcher:
         """Fill each freed device from its queues; let the idle ones take work from the longest queue."""
         thefts = 0
         for device in turn.freed:
+            if device in self._suspects:
+                continue
             record = self.devices[device]
             if not (record.urgent or record.background):
                 if not self._waiting_total:

@@ -42,7 +42,8 @@ def check(of: Dispatcher) -> None:
     for job_id, job in of.jobs.items():
         cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
         orphans = [tile[0] for owner, tile, _ in of._orphans if owner == job_id]
-        live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT]
+        counts = [of.rescues.block_of((job_id, b)) is None for b in range(len(job.state))]
+        live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT and counts[b]]
         for b, bs, r, rs, c, cs in (*live, *orphans):
             cover[b : b + bs, r : r + rs, c : c + cs] += 1
         if (cover != 1).any():
@@ -50,12 +51,14 @@ def check(of: Dispatcher) -> None:
         for block, state in enumerate(job.state):
             places = where.pop((job_id, block), [])
             expected = {PENDING: f"queued at {job.device[block]}", IN_FLIGHT: f"in flight on {job.device[block]}"}
-            copy = of._copies.get((job_id, block))
-            wanted = [expected[state]] if state in expected else []
-            if copy is not None:
-                wanted.append(f"in flight on {copy}")
-            if sorted(places) != sorted(wanted):
+            if places != ([expected[state]] if state in expected else []):
                 raise InvariantBroken(f"job {job_id} block {block} in state {state} is {places}")
+        under_way = sum(state in (PENDING, IN_FLIGHT) and own for state, own in zip(job.state, counts, strict=True))
+        if job.open != under_way:
+            raise InvariantBroken(f"job {job_id}: {job.open} blocks counted open, {under_way} found")
+    for job_id, block in of.rescues:
+        if job_id not in of.jobs or of.jobs[job_id].state[block] != IN_FLIGHT:
+            raise InvariantBroken(f"job {job_id} block {block} is being rescued and not in flight")
     if where:
         raise InvariantBroken(f"blocks of jobs that are over: {where}")
     repairs = Counter(loss for _, _, loss in of._orphans if loss)

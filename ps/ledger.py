@@ -29,6 +29,7 @@ class Job:
     loss: list[int] = field(default_factory=list)  # the loss of devices that it repairs; 0: none
     sent_s: list[float] = field(default_factory=list)
     expected_s: list[float] = field(default_factory=list)  # from sending to answer, by the model
+    patience_s: list[float] = field(default_factory=list)  # at least so much is expected before it is overdue
     open: int = 0  # blocks neither done nor cut up
 
     @property
@@ -48,8 +49,6 @@ class Device:
     kept_bytes: int = 0
     backlog_s: float = 0.0  # modelled seconds of work given and not yet returned
     free_s: float = 0.0  # when, by the model, it has done all that it was sent
-    overtaken: list[float] = field(default_factory=list)  # since it was last in time: by how much it was too slow
-    slower: float = 1.0  # than its profile said, as it turned out
     refusals: int = 0
     alive: bool = True
 
@@ -66,6 +65,17 @@ class Turn:
     send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
     cancel: CancelBlocks = field(default_factory=lambda: CancelBlocks([], [], []))
     freed: dict[int, None] = field(default_factory=dict)  # devices that may take more, in order
+
+    def stop(self, device: int, job: int, block: int) -> None:
+        """Tell the device that this need not go on; if it has not been told to begin, say nothing at all."""
+        for at in range(len(self.send.devices) - 1, -1, -1):
+            if (self.send.devices[at], self.send.jobs[at], self.send.blocks[at]) == (device, job, block):
+                for column in (self.send.devices, self.send.jobs, self.send.blocks):
+                    del column[at]
+                return
+        self.cancel.devices.append(device)
+        self.cancel.jobs.append(job)
+        self.cancel.blocks.append(block)
 
 
 def whole(shape: Shape) -> Integers:

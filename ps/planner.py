@@ -4,14 +4,16 @@ Products that are ready at the same moment share the fleet: each gets a team, an
 one after another, because a larger rectangle has more cells for what must be downloaded. Each team packs its product
 (ps/packing.py) under the law of the running system (ps/pipeline.py).
 
-A plan is kept while the fleet stays the same, adapted (ps/adapt.py) while it changes a little, and otherwise made anew.
+A plan is kept while the fleet stays the same and adapted (ps/adapt.py) when devices are lost, join or turn out to be
+slower, until what that has cost, by the model, is as much as making a new one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -28,10 +30,12 @@ from ps.plans import Plan, PlanError, Request, Shape
 __all__ = ["Integers", "Plan", "PlanError", "Planner", "Request", "Shape", "adapted"]
 
 PACKING_LOSS = 0.02  # of the cells: what the fluid bound promises and rectangles do not keep
-CHANGED = 0.05  # of the fleet: with more devices lost or joined, plans are made anew
+GROWN = 1.05  # a fleet that has grown by more deserves new plans
+SOLVING_S = 0.04  # about what a new plan costs the server (make bench, part e); adapted ones may waste as much in all
 MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
 MOST_CACHED = 512
 SETTLED = 32  # uses of plans with newcomers in makeshift places, before they are made anew
+NONE_REVISED: Mapping[int, int] = MappingProxyType({})
 TEAM_PRECISION = 1e-3  # of T; whole devices are dealt, which is coarser
 
 
@@ -40,7 +44,9 @@ class _Cached:
     solved_for: Integers  # able devices
     able: Integers  # those that the plans, adapted since, are valid for
     plans: list[Plan]
-    revision: int
+    ends_s: float  # by the model, when they were made
+    revision: int  # of the profiles
+    wasted_s: float = 0.0  # by ending later than that, in all uses
     uses: int = 0  # since somebody who has joined got a makeshift place in them
 
 
@@ -57,35 +63,50 @@ class Planner:
         return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
 
     def plan(
-        self, requests: Sequence[Request], profiles: NDArray[np.void], able: Integers, revision: int = 0
+        self,
+        requests: Sequence[Request],
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int] = NONE_REVISED,
     ) -> list[Plan]:
-        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revision`: another one, if a
-        device's profile has changed. The requests are ready at the same moment and are planned together."""
+        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revised`: devices whose profile
+        has changed, each with the number of its latest change, a later one greater. The requests are ready at the same
+        moment and are planned together."""
         key = tuple(requests)
+        revision = max(revised.values(), default=0)
         kept = self._cache.get(key)
-        if kept is not None and kept.revision == revision:
+        if kept is not None:
             self._cache.move_to_end(key)
-            if self._still_valid(kept, able):
+            if kept.revision == revision and self._still_valid(kept, able) and self._worth_keeping(kept, kept.plans):
                 return kept.plans
-            if self._adapt(kept, key, profiles, able):
+            changed = [device for device, number in revised.items() if number > kept.revision]
+            if self._adapt(kept, key, profiles, able, np.array(changed, np.int64)):
+                kept.revision = revision
                 return kept.plans
         plans = solved(key, profiles, able) if self.kind == "packed" else gridded(key, profiles, able)
         own = _unchanging(able)
-        self._cache[key] = _Cached(own, own, plans, revision)
+        self._cache[key] = _Cached(own, own, plans, _ends_s(plans), revision)
         self._cache.move_to_end(key)
         if len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)
         return plans
 
-    def _adapt(self, kept: _Cached, requests: tuple[Request, ...], profiles: NDArray[np.void], able: Integers) -> bool:
-        """Make do with the plans there are, if the fleet has hardly changed."""
-        changed = len(np.setxor1d(kept.solved_for, able, assume_unique=True))
-        if kept.uses > SETTLED or not len(able) or changed > max(1.0, CHANGED * len(kept.solved_for)):
+    def _adapt(
+        self,
+        kept: _Cached,
+        requests: tuple[Request, ...],
+        profiles: NDArray[np.void],
+        able: Integers,
+        changed: Integers,
+    ) -> bool:
+        """Make do with the plans there are, while that is cheap. Devices of which something else is
+        known now are taken out of them, and may help wherever somebody is missing."""
+        if kept.uses > SETTLED or not len(able) or len(able) > max(1.0, GROWN * len(kept.solved_for)):
             return False
-        lost = np.setdiff1d(kept.able, able, assume_unique=True)
+        lost = np.union1d(np.setdiff1d(kept.able, able, assume_unique=True), changed)
         if any(np.count_nonzero(np.isin(plan.device, lost)) > MOST_LOST for plan in kept.plans):
             return False
-        joined = np.setdiff1d(able, kept.able, assume_unique=True)
+        joined = np.setdiff1d(able, np.setdiff1d(kept.able, changed, assume_unique=True), assume_unique=True)
         try:
             plans = [
                 adapted(plan, request, lost, profiles, able) for plan, request in zip(kept.plans, requests, strict=True)
@@ -96,15 +117,26 @@ class Planner:
             later = int(np.argmax([plan.makespan_s for plan in plans]))  # those that end last need help most
             plans[later] = welcomed(plans[later], requests[later].shape, joined, profiles)
             kept.uses += 1
+        if not self._worth_keeping(kept, plans):
+            return False
         kept.plans = plans
         kept.able = _unchanging(able)
         return True
+
+    def _worth_keeping(self, kept: _Cached, plans: list[Plan]) -> bool:
+        """To be asked at every use: has it cost less, until now, than making a new one would?"""
+        kept.wasted_s += max(0.0, _ends_s(plans) - kept.ends_s)
+        return kept.wasted_s <= SOLVING_S
 
     def _still_valid(self, kept: _Cached, able: Integers) -> bool:
         if kept.able is not able and not np.array_equal(kept.able, able):
             return False
         kept.uses += kept.uses > 0
         return kept.uses <= SETTLED
+
+
+def _ends_s(plans: list[Plan]) -> float:
+    return max(plan.makespan_s for plan in plans)
 
 
 def _unchanging(able: Integers) -> Integers:

@@ -43,7 +43,7 @@ from agent.wire import (
     Work,
     decode,
 )
-from ps.dispatcher import Dispatcher
+from ps.dispatcher import REACTION_S, Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -79,7 +79,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
-OVERDUE_EVERY_S = 0.01  # how often it looks for blocks that are overdue
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
 
 
@@ -198,7 +197,7 @@ class Server:
 
     @property
     def late_blocks_helped(self) -> int:
-        return self._dispatcher.copies
+        return self._dispatcher.rescues.begun
 
     @property
     def absent(self) -> list[int]:
@@ -261,8 +260,8 @@ class Server:
                 for peer in list(self._peers.values()):
                     if not self._shipping.drain(peer):
                         self._lose(peer, "its connection is gone")
-            if time.monotonic() >= max(next_look, self._dispatcher.deadlines.next_s):
-                next_look = time.monotonic() + OVERDUE_EVERY_S
+            if heard_all and time.monotonic() >= max(next_look, self._dispatcher.deadlines.next_s):
+                next_look = time.monotonic() + REACTION_S
                 self._handle(TimePassed())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
@@ -373,10 +372,9 @@ class Server:
     def _begin(self, products: Sequence[Product]) -> None:
         numbered = dict(enumerate(products, self._next_job))
         self._next_job += len(products)
-        instructions = self._dispatcher.handle(
-            JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]),
-            time.monotonic(),
-        )
+        submitted = JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
+        planned = self._dispatcher.prepare(submitted, time.monotonic())
+        instructions = self._dispatcher.handle(planned, time.monotonic())
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
         self._carry_out(instructions)
