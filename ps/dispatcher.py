@@ -137,6 +137,10 @@ class Dispatcher:
             requests = [self.jobs[job].request for job in jobs]
             plans = self._planner.plan(requests, self.profiles, self._able, self._revision)
         except PlanError as error:
+            if self._suspects:  # better late than never
+                self._trust(list(self._suspects))
+                self._plan_together(jobs, turn)
+                return
             if len(jobs) > 1:  # some of them may be possible
                 for job in jobs:
                     self._plan_together([job], turn)
@@ -407,6 +411,10 @@ class Dispatcher:
         if len(candidates) > RECUT_OVER:
             least_busy = np.argsort(backlog_s, kind="stable")[:RECUT_OVER]
             candidates, backlog_s = candidates[least_busy], backlog_s[least_busy]
+        if not len(candidates) and self._suspects:  # better late than never
+            self._trust(list(self._suspects))
+            self._place(job_id, tile, turn, avoid, loss)
+            return
         if not len(candidates):
             self._orphans.append((job_id, tile, loss))
             if loss:
