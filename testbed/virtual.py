@@ -151,9 +151,7 @@ class VirtualFleet:
         rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
         rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}
         rest |= {"copies": self._dispatcher._copies, "losses": self._dispatcher._losses}
-        rest["suspects that are gone"] = [
-            d for d in self._dispatcher._suspects if not self._dispatcher.devices[d].alive
-        ]
+        rest["suspects"] = [d for d in self._dispatcher._suspects if not self._dispatcher.devices[d].alive]
         return ", ".join(f"{name} {value}" for name, value in rest.items() if value)
 
     def _handle(self, event: Event) -> Outcome:

@@ -136,7 +136,11 @@ PLANTED = [
     accuse_the_loser,
     leave_a_wrong_block,
 ]
-ONLY_BY = {count_the_loser_too: {"overdue"}, accuse_the_loser: {"overdue", "lie"}, leave_a_wrong_block: {"lie"}}
+ONLY_BY: dict[Plant, set[str]] = {
+    count_the_loser_too: {"overdue"},
+    accuse_the_loser: {"overdue", "lie"},
+    leave_a_wrong_block: {"lie"},
+}
 
 
 def first_failure(most: int = 200) -> tuple[int, list[Operation], Failure]:
