@@ -456,8 +456,10 @@ class Server:
         accept: Callable[[list[int]], None] | None = None,
         begun_ns: int = 0,
     ) -> None:
-        """Do as the dispatcher says, in its order. `begun_ns`: when it was told what has happened."""
+        """Do as the dispatcher says, in its order, and check what is to be checked when the devices have their work:
+        a check may suspend some of them. `begun_ns`: when the dispatcher was told what has happened."""
         planned_ns = time.monotonic_ns()
+        complete: list[int] = []
         for instruction in instructions:
             match instruction:
                 case AcceptBlocks(positions=positions):
@@ -481,12 +483,14 @@ class Server:
                     with self._joined:
                         self._alive -= 1
                 case CheckJob(job=job):
-                    self._check(job)
+                    complete.append(job)
                 case BlocksLost(loss=loss, devices=devices, blocks=blocks):
                     self.records.lost(loss, devices, blocks, begun_ns, planned_ns)
                 case BlocksRecovered(loss=loss):
                     self.records.recovered(loss, time.monotonic_ns())
         self.records.sent_again(time.monotonic_ns())
+        for job in complete:
+            self._check(job)
 
     def _check(self, job: int) -> None:
         """Are all blocks of this job right?"""
