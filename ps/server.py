@@ -69,7 +69,7 @@ from ps.events import (
 from ps.jobs import Live, Product, Totals
 from ps.ledger import DONE as DONE_BLOCK
 from ps.operands import Operand
-from ps.peers import Peer, printable, raise_file_limit
+from ps.peers import Peer, missing_ones, printable, raise_file_limit
 from ps.planner import Planner
 from ps.records import Records
 from ps.shipping import Shipping
@@ -119,7 +119,7 @@ class Server:
         self._alive = 0
         self._joined = threading.Condition()
         self._complained: set[bytes] = set()
-        self._said_waiting = False
+        self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
         self._wake_read, self._wake_write = socket.socketpair()
@@ -342,7 +342,7 @@ class Server:
         self._peer_of += [peer] * len(new)
         self.labels += [printable(label) for label in message.labels]
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
-        self._said_waiting = False
+        self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
         with self._joined:
             self._alive += len(new)
@@ -474,9 +474,7 @@ class Server:
                 case JobFinished(job=job):
                     self._finish(job)
                 case JobWaits(reason=reason):
-                    if not self._said_waiting:
-                        self.notice(f"waiting for a device that can go on: {reason}")
-                    self._said_waiting = True
+                    self._say_waiting(reason)
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
@@ -491,6 +489,15 @@ class Server:
         self.records.sent_again(time.monotonic_ns())
         for job in complete:
             self._check(job)
+
+    def _say_waiting(self, reason: str) -> None:
+        """Once for each reason, until somebody joins."""
+        if reason == self._said_waiting:
+            return
+        self._said_waiting = reason
+        missing = "" if self._alive else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
+        help_ = f"One joins with: python -m agent --ps {self.address}"
+        self.notice(f"waiting for a device that can go on: {reason}{missing}. {help_}")
 
     def _check(self, job: int) -> None:
         """Are all blocks of this job right?"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -75,6 +76,11 @@ class Pods:
             if pod not in self._killed and process.poll() is not None:
                 said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
                 raise LaunchError(f"a pod ended with code {process.returncode}: {said or 'it said nothing'}")
+
+    def give_up_killed(self) -> None:
+        """A pod that somebody has killed (kill -9, or a host without memory) is lost like any device, and no reason to
+        end the run."""
+        self._killed.update(pod for pod, p in enumerate(self._processes) if p.poll() == -signal.SIGKILL)
 
     # ---- faults
 
