@@ -102,6 +102,13 @@ class Pods:
         self._outbox[pod] = b""
         self._processes[pod].kill()
 
+    def pause(self, pod: int) -> None:
+        """SIGSTOP: it neither answers nor says so."""
+        self._processes[pod].send_signal(signal.SIGSTOP)
+
+    def resume(self, pod: int) -> None:
+        self._processes[pod].send_signal(signal.SIGCONT)
+
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
         """Send the orders that wait, and take the reports that are there, or come within that time: (pod, report)."""
         outputs = {p.stdout.fileno(): i for i, p in enumerate(self._processes) if p.stdout and i not in self._ended}
@@ -151,6 +158,8 @@ class Pods:
 
     def stop(self) -> None:
         """They end by themselves when the server says goodbye; those that do not are ended."""
+        for pod in range(len(self._processes)):
+            self.resume(pod)  # whoever is stopped hears nothing
         for patience_s, insist in ((3.0, subprocess.Popen.terminate), (3.0, subprocess.Popen.kill), (3.0, None)):
             for process in self._processes:
                 try:

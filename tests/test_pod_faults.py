@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 from numpy.typing import NDArray
@@ -353,6 +354,21 @@ def test_orders_after_one_another_are_each_counted_and_carry_their_number(door: 
     reports = [server.order("slow", 0, factor=2.0, number=n) for n in (7, 8, 9)]
     assert [(r["count"], r["number"]) for r in reports] == [(1, 7), (2, 8), (3, 9)]
     assert reports[0]["at_ns"] < reports[1]["at_ns"] < reports[2]["at_ns"]
+
+
+def test_a_paused_pod_is_silent_until_it_is_resumed(door: Open) -> None:
+    server = door()
+    server.welcome()
+    server.work(0)
+    server.answers(1)
+    server.pods.pause(0)
+    until_stopped = psutil.Process(server.pods._processes[0].pid)
+    while until_stopped.status() != psutil.STATUS_STOPPED:
+        pass
+    server.work(0, 1)
+    server.pods.check()  # it lives
+    server.pods.resume(0)
+    assert {device for device, _, _ in server.answers(2)} == {0, 1}
 
 
 def test_a_pod_killed_on_purpose_is_no_accident_and_others_are(door: Open, until: Until) -> None:
