@@ -162,6 +162,7 @@ class World:
             while self._past:
                 self._run(1)
         self._event("forget", self._fleet.forget(list(self._weights)))
+        self.seen["profiles corrected"] += self._fleet.corrections
         if self._open:
             raise ChaosError(f"jobs {list(self._open)} do not end although an able device has joined")
         if rest := self._fleet.left_behind():
@@ -222,7 +223,7 @@ class World:
             case "overdue":
                 self._overdue(key, flight, self._fleet.now_s + more[0])
             case "lie":
-                flight.cells = flight.cells + 1
+                flight.cells = flight.cells + 1  # so that two lies about one answer are not the truth
             case "swap":
                 self._answers([(more[0] % self._fleet.joined, key[1], key[2])], misleading=True)
             case _:

@@ -138,6 +138,11 @@ class VirtualFleet:
     def check(self) -> None:
         self._dispatcher.check()
 
+    @property
+    def corrections(self) -> int:
+        """How often devices' profiles were corrected by what they really delivered."""
+        return self._dispatcher._revision
+
     def block_count(self, job: int) -> int:
         """Blocks that a job under way has ever been cut into; the next one gets this number."""
         return len(self._dispatcher.jobs[job].state)

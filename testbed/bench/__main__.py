@@ -189,12 +189,12 @@ def _verification(result: dict[str, Any]) -> list[Row]:
             not result["accused"],
         )
     ]
-    for model, lies in result["lies"].items():
+    for which, lies in result["lies"].items():
         told, caught, same = (sum(lies[key].values()) for key in ("told", "caught", "same_as_the_truth"))
         difference = lies["loss_max_abs_diff"]
         rows.append(
             Row(
-                f"(f) {told} lies, {model}",
+                f"(f) {told} {which}",
                 f"{caught} caught",
                 f"{told - caught - same} missed, loss differs by {difference:.1e}",
                 None,

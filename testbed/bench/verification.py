@@ -2,8 +2,9 @@
 
 Real training steps, real activations and gradients. Every product is computed in blocks of many sizes as devices would,
 by NumPy and by ONNX Runtime if it is there, whole or streamed in chunks, and checked as the server does it: none of
-these blocks may be called wrong. Then a training in which one block of every product is a lie: what is found is put
-right, what is not stays, and the loss has to be that of the honest training all the same.
+these blocks may be called wrong. Then a training in which one block of every product is a lie, as large as the values
+themselves or down to a millionth of that: what is found is put right, what is not stays, and the loss has to be that of
+the honest training all the same.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MODELS = ("opt-tiny", "llama-tiny", "opt-125m")  # of the last one two layers, a
 SHARES = (0.45, 0.45, 0.10)  # of the blocks
 BATCH, SEQUENCE = 8, 32
 MOST_BLOCKS = 2048  # a product, or the small ones would be most of them
-LYING_STEPS = 4
+LYING_STEPS = 12
+SMALLEST = 1e-6  # of a lie as pods tell them
 
 
 class Here:
@@ -111,6 +113,7 @@ class Lying:
     """One block of every product is a lie, of each kind in turn; what the check does not find stays."""
 
     rng: np.random.Generator
+    small: bool
     liar: Liar = field(default_factory=Liar)
     told: Counter[str] = field(default_factory=Counter)
     caught: Counter[str] = field(default_factory=Counter)
@@ -129,6 +132,8 @@ class Lying:
         cells = out[b : b + bs, r : r + rs, c : c + cs]
         truth = cells.copy()
         cells[:] = self.liar.answer(kind, truth).reshape(truth.shape)
+        if self.small:
+            cells[:] = truth + (cells - truth) * np.float32(SMALLEST ** self.rng.random())
         self.told[LIES[kind]] += 1
         found = wrong_blocks(left, right, out, tiles, (1, self.told.total()))
         self.accused += len(set(found) - {chosen})
@@ -177,7 +182,9 @@ def measure(blocks: int = BLOCKS, say: Callable[[str], None] = lambda text: None
             train_here(model, honest.compute, steps=1000)
         except Enough:
             say(f"{model}: {honest.blocks:,} blocks so far, {honest.accused} called wrong")
-    lies = {model: _lies(model) for model in MODELS[:2]}
+    lies = {
+        f"{size} lies, {model}": _lies(model, size == "small") for model in MODELS[:2] for size in ("large", "small")
+    }
     return {
         "blocks": honest.blocks,
         "products": honest.products,
@@ -191,8 +198,8 @@ def measure(blocks: int = BLOCKS, say: Callable[[str], None] = lambda text: None
     }
 
 
-def _lies(model: str) -> dict[str, Any]:
-    lying = Lying(np.random.default_rng(1))
+def _lies(model: str, small: bool) -> dict[str, Any]:
+    lying = Lying(np.random.default_rng(1), small)
     losses = train_here(model, lying.compute, LYING_STEPS)
     truth = train_here(model, _plainly, LYING_STEPS)
     return {
