@@ -119,7 +119,7 @@ class Lying:
     caught: Counter[str] = field(default_factory=Counter)
     same: Counter[str] = field(default_factory=Counter)  # "lies" that are the truth, bit by bit
     accused: int = 0  # honest blocks called wrong
-    largest_missed: float = 0.0  # change of a cell, as a share of |a_i| |b_j|
+    largest_missed: float = 0.0  # change of a cell, as a share of |a_i| |B|
 
     def compute(self, product: Product) -> None:
         left, right, out = product.left.array, product.right.array, product.out
@@ -144,8 +144,8 @@ class Lying:
             self.same[LIES[kind]] += 1
         else:
             rows = np.linalg.norm(left[b : b + bs, r : r + rs], axis=2)
-            columns = np.linalg.norm(right[b : b + bs, c : c + cs], axis=2)
-            size = np.maximum(rows[:, :, None] * columns[:, None, :], np.finfo(np.float32).tiny)
+            whole = np.linalg.norm(right[b : b + bs], axis=(1, 2))
+            size = np.maximum(rows * whole[:, None], np.finfo(np.float32).tiny)[:, :, None]
             self.largest_missed = max(self.largest_missed, float((np.abs(cells - truth) / size).max()))
 
 
@@ -182,9 +182,10 @@ def measure(blocks: int = BLOCKS, say: Callable[[str], None] = lambda text: None
             train_here(model, honest.compute, steps=1000)
         except Enough:
             say(f"{model}: {honest.blocks:,} blocks so far, {honest.accused} called wrong")
-    lies = {
-        f"{size} lies, {model}": _lies(model, size == "small") for model in MODELS[:2] for size in ("large", "small")
-    }
+    lies = {}
+    for model in MODELS[:2]:
+        lies[f"large lies, {model}"] = _lies(model, small=False)
+        lies[f"small lies, {model}"] = _lies(model, small=True)
     return {
         "blocks": honest.blocks,
         "products": honest.products,
