@@ -133,7 +133,7 @@ def test_no_column_is_hidden_by_a_small_factor(seed: int, count: int) -> None:
 
 
 def test_a_wrong_column_is_found_whatever_the_seed() -> None:
-    """A normally distributed vector had 3e-5 in this place with seed (1, 4): zeros instead of values up to 15 passed."""
+    """A normally distributed vector had 3e-5 in this place with seed (1, 4): zeros passed for 15."""
     rng = np.random.default_rng(3)
     left, right = (rng.standard_normal((1, extent, 40), dtype=np.float32) for extent in (30, 20))
     out = left @ right.transpose(0, 2, 1)
