@@ -356,15 +356,14 @@ def test_orders_after_one_another_are_each_counted_and_carry_their_number(door: 
     assert reports[0]["at_ns"] < reports[1]["at_ns"] < reports[2]["at_ns"]
 
 
-def test_a_paused_pod_is_silent_until_it_is_resumed(door: Open) -> None:
+def test_a_paused_pod_is_silent_until_it_is_resumed(door: Open, until: Until) -> None:
     server = door()
     server.welcome()
     server.work(0)
     server.answers(1)
     server.pods.pause(0)
-    until_stopped = psutil.Process(server.pods._processes[0].pid)
-    while until_stopped.status() != psutil.STATUS_STOPPED:
-        pass
+    process = psutil.Process(server.pods._processes[0].pid)
+    until(lambda: process.status() == psutil.STATUS_STOPPED, "it is stopped")
     server.work(0, 1)
     server.pods.check()  # it lives
     server.pods.resume(0)
