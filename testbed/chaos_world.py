@@ -33,7 +33,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,14 @@ class Flight:
     cells: NDArray[np.int64]
     due_s: float
     lost: bool = False
+    looked_at: bool = False  # it was under way when the server looked for what is overdue
+
+    def overlaps(self, other: Flight) -> bool:
+        """Blocks of the same job that have cells in common."""
+        return all(
+            self.tile[i] < other.tile[i] + other.tile[i + 1] and other.tile[i] < self.tile[i] + self.tile[i + 1]
+            for i in (0, 2, 4)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,11 @@ class Truth:
             b, bs, r, rs, c, cs = self._accepted.pop(block)[1]
             self._times[b : b + bs, r : r + rs, c : c + cs] -= 1
 
+    def has(self, tile: tuple[int, ...]) -> bool:
+        """Was any of these cells accepted?"""
+        b, bs, r, rs, c, cs = tile
+        return bool(self._times[b : b + bs, r : r + rs, c : c + cs].any())
+
     def complete(self) -> bool:
         return bool((self._times == 1).all())
 
@@ -162,7 +175,7 @@ class World:
             while self._past:
                 self._run(1)
         self._event("forget", self._fleet.forget(list(self._weights)))
-        self.seen["profiles corrected"] += self._fleet.corrections
+        self.seen["profiles corrected"] += self._fleet.corrected
         if self._open:
             raise ChaosError(f"jobs {list(self._open)} do not end although an able device has joined")
         if rest := self._fleet.left_behind():
@@ -262,6 +275,8 @@ class World:
         self._expect(flight.due_s, key)
         self._run(len(self._past), until_s)
         self._fleet.now_s = max(self._fleet.now_s, until_s)
+        for under_way in self._flying.values():
+            under_way.looked_at = True
         self._event("overdue", self._fleet.look())
 
     def _run(self, count: int, until_s: float = math.inf) -> None:
@@ -289,23 +304,29 @@ class World:
 
     def _answers(self, keys: list[Key], misleading: bool = False) -> None:
         """`misleading`: even if such a block is under way, this is not its answer."""
-        due, seen = [], set()
-        for position, key in enumerate(keys):
-            if key in self._flying and key[1:] not in seen:  # of two who have a block the first one counts
+        due: list[int] = []
+        landed: dict[Key, Flight] = {}
+        for position, key in enumerate(keys):  # if two have the same cells under way, the first one counts
+            if key in self._flying and key not in landed and not self._rivals(key, landed):
                 due.append(position)
-                seen.add(key[1:])
+                landed[key] = self._flying[key]
         if misleading and due:
             return
-        landed = [(keys[position], self._flying.pop(keys[position])) for position in due]
-        for (device, job, block), flight in landed:
-            self._open[job].accept(device, block, flight)
-        losers = [key for key in self._flying if key[1:] in seen] if landed else []
-        for key in losers:
+        losers = [key for key in self._flying if key not in landed and self._rivals(key, landed)]
+        for key, flight in landed.items():
             del self._flying[key]
+            self._open[key[1]].accept(key[0], key[2], flight)
         outcome = self._fleet.answer(keys)
         if outcome.accepted != due:
             raise ChaosError(f"of the answers {keys} these count: {due}; accepted were {outcome.accepted}")
-        self._event("answer", outcome, losers)
+        if sorted(outcome.cancelled) != sorted(losers):
+            raise ChaosError(f"the blocks {losers} are done by others; cancelled were {outcome.cancelled}")
+        self._event("answer", outcome)
+
+    def _rivals(self, key: Key, among: Mapping[Key, Flight]) -> list[Flight]:
+        """Others who have cells of this block."""
+        flight = self._flying[key]
+        return [f for k, f in among.items() if k[1] == key[1] and k != key and f.overlaps(flight)]
 
     def _refusals(self, keys: list[Key]) -> None:
         for key in keys:
@@ -330,22 +351,20 @@ class World:
             raise ChaosError(f"of job {job} {len(wrong)} blocks were wrong; ended have {outcome.finished}")
         self._event("check", outcome)
 
-    def _event(self, name: str, outcome: Outcome, losers: Sequence[Key] = ()) -> None:
-        """`losers`: who had a block that somebody else has just answered."""
+    def _event(self, name: str, outcome: Outcome) -> None:
         self.events += 1
         self.trace.append((self._fleet.now_s, name, outcome))
         if name not in ("refuse", "check") and outcome.suspended:
             raise ChaosError(f"devices {outcome.suspended} were suspended, and have neither failed nor lied")
         if name != "check" and outcome.finished:
             raise ChaosError(f"jobs {outcome.finished} ended and were not checked")
-        if sorted(outcome.cancelled) != sorted(losers):
-            raise ChaosError(f"the blocks {losers} are done by others; cancelled were {outcome.cancelled}")
-        self.seen["losers cancelled"] += len(losers)
         self.seen["devices suspended"] += len(outcome.suspended)
         for device in outcome.suspended:
             self._gone(device)
+        for key in outcome.cancelled:
+            self._cancelled(key, answered=name == "answer")
         for sent in outcome.sent:
-            self._sent(sent, name)
+            self._sent(sent)
         for job in outcome.finished:
             truth = self._open.pop(job, None)
             if verdict := truth.verdict() if truth else "it had ended before":
@@ -354,15 +373,26 @@ class World:
         for job in outcome.to_check:
             self._check(job)
 
-    def _sent(self, sent: Sent, event: str) -> None:
+    def _cancelled(self, key: Key, answered: bool) -> None:
+        """`answered`: somebody else was faster. Otherwise it must have been overdue, and its device may be gone."""
+        flight = self._flying.pop(key, None)
+        if flight is None and key[0] in self._alive:
+            raise ChaosError(f"block {key[2]} of job {key[1]} was cancelled and is not under way on device {key[0]}")
+        if flight is not None and not answered and not flight.looked_at:
+            raise ChaosError(f"block {key[2]} of job {key[1]} was cancelled and cannot have been overdue")
+        self.seen["blocks cancelled"] += 1
+
+    def _sent(self, sent: Sent) -> None:
         device, job, block = sent.key
         if device not in self._alive:
             raise ChaosError(f"device {device} is not there and was sent block {block} of job {job}")
-        holders = [key[0] for key in self._flying if key[1:] == sent.key[1:]]
-        if holders and (event != "overdue" or len(holders) > 1 or device in holders):
-            raise ChaosError(f"block {block} of job {job} was sent twice")
-        self.seen["overdue blocks copied"] += len(holders)
+        if sent.key in self._flying or self._open[job].has(sent.tile):
+            raise ChaosError(f"block {block} of job {job} was sent again")
         self._flying[sent.key] = Flight(sent.tile, self._open[job].block(sent.tile), sent.due_s)
+        rivals = self._rivals(sent.key, self._flying)
+        if any(not f.looked_at for f in rivals) or any(a.overlaps(b) for a, b in itertools.combinations(rivals, 2)):
+            raise ChaosError(f"block {block} of job {job} was sent twice")
+        self.seen["overdue blocks sent to others"] += len(rivals)
         if sum(key[0] == device for key in self._flying) > self._told[device].credit_blocks:
             raise ChaosError(f"device {device} was sent more blocks than its credit")
         self._expect(sent.due_s, sent.key)

@@ -139,9 +139,9 @@ class VirtualFleet:
         self._dispatcher.check()
 
     @property
-    def corrections(self) -> int:
-        """How often devices' profiles were corrected by what they really delivered."""
-        return self._dispatcher._revision
+    def corrected(self) -> int:
+        """Devices whose profile was corrected by what they really delivered."""
+        return int((self._dispatcher.profiles != self._profiles[: self.joined]).sum())
 
     def block_count(self, job: int) -> int:
         """Blocks that a job under way has ever been cut into; the next one gets this number."""
@@ -155,7 +155,7 @@ class VirtualFleet:
         }
         rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
         rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}
-        rest |= {"copies": self._dispatcher._copies, "losses": self._dispatcher._losses}
+        rest["losses"] = self._dispatcher._losses
         rest["suspects"] = [d for d in self._dispatcher._suspects if not self._dispatcher.devices[d].alive]
         return ", ".join(f"{name} {value}" for name, value in rest.items() if value)
 
