@@ -68,7 +68,7 @@ class Flight:
     cells: NDArray[np.int64]
     due_s: float
     lost: bool = False
-    looked_at: bool = False  # it was under way when the server looked for what is overdue
+    looked_at: bool = False  # it was under way, or sent, when the server looked for what is overdue
 
     def overlaps(self, other: Flight) -> bool:
         """Blocks of the same job that have cells in common."""
@@ -364,7 +364,7 @@ class World:
         for key in outcome.cancelled:
             self._cancelled(key, answered=name == "answer")
         for sent in outcome.sent:
-            self._sent(sent)
+            self._sent(sent, looked_at=name == "overdue")
         for job in outcome.finished:
             truth = self._open.pop(job, None)
             if verdict := truth.verdict() if truth else "it had ended before":
@@ -382,13 +382,14 @@ class World:
             raise ChaosError(f"block {key[2]} of job {key[1]} was cancelled and cannot have been overdue")
         self.seen["blocks cancelled"] += 1
 
-    def _sent(self, sent: Sent) -> None:
+    def _sent(self, sent: Sent, looked_at: bool) -> None:
         device, job, block = sent.key
         if device not in self._alive:
             raise ChaosError(f"device {device} is not there and was sent block {block} of job {job}")
         if sent.key in self._flying or self._open[job].has(sent.tile):
             raise ChaosError(f"block {block} of job {job} was sent again")
-        self._flying[sent.key] = Flight(sent.tile, self._open[job].block(sent.tile), sent.due_s)
+        truth = self._open[job].block(sent.tile)
+        self._flying[sent.key] = Flight(sent.tile, truth, sent.due_s, looked_at=looked_at)
         rivals = self._rivals(sent.key, self._flying)
         if any(not f.looked_at for f in rivals) or any(a.overlaps(b) for a, b in itertools.combinations(rivals, 2)):
             raise ChaosError(f"block {block} of job {job} was sent twice")
