@@ -14,7 +14,7 @@ def generate(seed: int, length: int = 120) -> list[Operation]:
     weights |= {"late": 8, "twice": 8, "lost": 2, "refuse": rng.choice([0, 2, 6])}
     weights |= {"stray": 1, "stray refusal": 1, "swap": 4, "overdue": rng.choice([0, 6, 12]), "lie": rng.choice([0, 3])}
     if rng.random() < 0.25:  # many products on a fleet that stays: who is always late is found out
-        weights |= {"submit": 10, "overdue": 16, "slow": 4, "leave": 0, "vanish": 0, "refuse": 0}
+        weights |= {"submit": 6, "overdue": 10, "slow": 4, "leave": 0, "vanish": 0, "refuse": 0}
     kinds = rng.choices(list(weights), list(weights.values()), k=length)
     # the same products again and again, as in training: plans are kept, and adapted to those who have left and joined
     groups = [[_product(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))] for _ in range(3)]
