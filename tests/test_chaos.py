@@ -13,7 +13,7 @@ from ps.events import AcceptBlocks, BlocksReturned, CancelBlocks, DevicesLeft, J
 from ps.ledger import CUT, Turn
 from testbed import chaos
 from testbed.chaos import Failure, Tally, failure_of, generate, live_one, replay, shrink
-from testbed.chaos_world import COMMON, FAULTS, STRAYS, Operation, World
+from testbed.chaos_world import COMMON, FAULTS, HUGE, STRAYS, Operation, World
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -216,3 +216,40 @@ def test_a_wrong_option_ends_with_2(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         chaos.main(wrong)
     assert ended.value.code == 2
+
+
+# ---- worlds that broke once
+
+
+def test_a_suspect_does_what_nobody_else_can() -> None:
+    # ChaosError: jobs [1] do not end although an able device lives
+    weak = (1e9, 0.0, 1e7, 1e7, 0.0, 8, 4)
+    replay(
+        [
+            ("history", 2.0),
+            ("join", [weak, (8e10, 0.0, 3e7, 3e8, 0.0, 200, 4), weak, COMMON, weak]),
+            ("submit", [(1, 1, 1, 1, True, None)]),
+            ("overdue", 0, 1.0),
+            ("leave", [828]),
+            ("submit", [(1, 1, 1, 1, True, None)]),
+        ]
+    )
+
+
+def test_nothing_is_cancelled_before_it_is_sent() -> None:
+    # ChaosError: block 4 of job 3 was cancelled and is not under way on device 10 (pieces of overdue blocks)
+    replay(
+        [
+            ("planner", "packed"),
+            ("history", 2.0),
+            ("join", [(3688182251.0, 0.0, 9511324.0, 253426803.0, 0.0, HUGE, 4), COMMON]),
+            ("submit", [(1, 1, 78, 3, True, 3)]),
+            ("run", 1),
+            ("join", [COMMON, COMMON, COMMON]),
+            ("join", [COMMON, COMMON, (10345414079.0, 0.0, 153769139.0, 7887854.0, 0.0, 2500, 1)]),
+            ("submit", [(1, 2, 1, 1, True, 3)]),
+            ("join", [COMMON, COMMON, (743158768274.0, 0.0, 87219736.0, 74216407.0, 0.0, HUGE, 2)]),
+            ("submit", [(1, 1, 1, 1, True, None), (3, 3, 1, 1, True, None)]),
+            ("overdue", 123, 0.1),
+        ]
+    )
