@@ -6,8 +6,10 @@ server knows them by another number, their index in the connection, which it nev
 the two together.
 
     leave, return            orderly; who returns is a new device to the server
-    vanish                   silent from now on; the server is told when it would have noticed by itself
-    freeze  seconds          answers due in that time come when it ends
+    vanish                   silent from now on, like a phone or a link that is dead while the connection seems open;
+                             the server is told when it would have noticed by itself
+    freeze  seconds          answers due in that time come when it ends; if that is longer than silence is borne, it is
+                             a vanish, and a return when it ends
     slow    factor           computing and both directions of the link; the server is not told
     lie     how              wrong answers, see LIES
     corrupt                  one message of nonsense to the server, which then drops the connection

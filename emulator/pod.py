@@ -77,6 +77,7 @@ class Pod:
         self._frozen_until_ns = np.zeros(len(profiles), np.int64)
         self._liar = Liar()
         self._unnoticed: list[tuple[int, int]] = []  # heap: when the server would miss the silent one, and its index
+        self._thawing: dict[int, int] = {}  # devices frozen for so long that they are lost -> when they come back
         self._looked_ns = 0  # for orders, while busy
         self._watched: tuple[Connection | None, bool] = (None, False)  # what the poller looks at
         self._poller = zmq.Poller()
@@ -96,6 +97,8 @@ class Pod:
                         line = self._connect(context, endpoint)
                     else:
                         self._obey(order, line)
+                if thawed := self._thawed():
+                    line = self._admit(thawed, line) or self._connect(context, endpoint)
                 if line is None:  # nobody is there
                     if self.stopping:
                         return 0
@@ -175,6 +178,7 @@ class Pod:
         is away can neither leave nor freeze, who is there cannot return."""
         now_ns = self._clock.now_ns()
         there = [device for device in dict.fromkeys(order.devices) if self._roster.is_present(device)]
+        frozen = [device for device in dict.fromkeys(order.devices) if device in self._thawing]
         match order.do:
             case "return":
                 self._return(order, line)
@@ -182,11 +186,14 @@ class Pod:
             case "leave" if there and line is not None:
                 line.send(Leave(self._roster.dismiss(there), "it left (emulated)"))
             case "vanish" if there and line is not None:
-                noticed_ns = now_ns + int(1e9 * SILENT_AFTER * line.heartbeat_s)
-                for local in self._roster.dismiss(there).tolist():
-                    heapq.heappush(self._unnoticed, (noticed_ns, local))
-            case "freeze" if there:
-                self._freeze(there, now_ns + int(1e9 * order.seconds))
+                self._vanish(there, now_ns + _patience_ns(line))
+            case "freeze" if there and line is not None:
+                until_ns = now_ns + int(1e9 * order.seconds)
+                if until_ns <= now_ns + _patience_ns(line):
+                    self._freeze(there, until_ns)
+                else:  # a phone that dozes for so long has lost its connection when it wakes up
+                    self._vanish(there, now_ns + _patience_ns(line))
+                    self._thawing.update(dict.fromkeys(there, until_ns))
             case "slow":
                 there = list(order.devices)  # also when it comes back
                 self._devices.slow(there, order.factor)
@@ -198,18 +205,37 @@ class Pod:
                 there = self._roster.present
                 if line is not None:
                     line.socket.send(NONSENSE)
+        if order.do in ("leave", "vanish"):
+            there += frozen  # the server may know them no more; they do not come back when they thaw
+            for device in frozen:
+                del self._thawing[device]
         self._carried_out(now_ns, order, there)
 
     def _return(self, order: Order, line: Connection | None) -> None:
         away = [device for device in dict.fromkeys(order.devices) if not self._roster.is_present(device)]
         now_ns = self._clock.now_ns()
         if away:
-            self._roster.admit(away)
-            self._devices.forget(away)
-            self._frozen_until_ns[away] = 0
-            if line is not None:
-                line.send(self._join(away))
+            self._admit(away, line)
         self._carried_out(now_ns, order, away)
+
+    def _admit(self, devices: list[int], line: Connection | None) -> Connection | None:
+        """They are there again, as new devices."""
+        self._roster.admit(devices)
+        self._devices.forget(devices)
+        self._frozen_until_ns[devices] = 0
+        for device in devices:
+            self._thawing.pop(device, None)
+        if line is not None:
+            line.send(self._join(devices))
+        return line
+
+    def _vanish(self, devices: list[int], noticed_ns: int) -> None:
+        for local in self._roster.dismiss(devices).tolist():
+            heapq.heappush(self._unnoticed, (noticed_ns, local))
+
+    def _thawed(self) -> list[int]:
+        now_ns = self._clock.now_ns() if self._thawing else 0
+        return [device for device, until_ns in self._thawing.items() if until_ns <= now_ns]
 
     def _carried_out(self, now_ns: int, order: Order, devices: list[int]) -> None:
         if devices:
@@ -252,6 +278,8 @@ class Pod:
             wait_s = min(wait_s, self._clock.wait_s(max(self._to_send[0][0], self._sent_ns + COALESCE_NS)))
         if self._unnoticed:
             wait_s = min(wait_s, self._clock.wait_s(self._unnoticed[0][0]))
+        if self._thawing:
+            wait_s = min(wait_s, self._clock.wait_s(min(self._thawing.values())))
         return wait_s
 
     def _take(self, work: Work) -> None:
@@ -337,6 +365,11 @@ class Pod:
                 continue
             data = due[0][3].reshape(-1) if len(due) == 1 else np.concatenate([d[3].reshape(-1) for d in due])
             line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data))
+
+
+def _patience_ns(line: Connection) -> int:
+    """For so long a server bears the silence of a device that has a connection of its own."""
+    return int(1e9 * SILENT_AFTER * line.heartbeat_s)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -90,6 +90,15 @@ def printable(label: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in label[:200])
 
 
+def missing_ones(labels: list[str]) -> str:
+    """Who was there and is gone, for people; some of them, if they are many. Who returned has its label twice."""
+    names = list(dict.fromkeys(labels))
+    if not names:
+        return ""
+    others = f" and {len(names) - 3:,} others" if len(names) > 3 else ""
+    return f"; gone are {', '.join(names[:3])}{others}"
+
+
 def raise_file_limit() -> None:
     """A connection is a file: allow as many as this user may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

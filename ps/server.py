@@ -69,7 +69,7 @@ from ps.events import (
 from ps.jobs import Live, Product, Totals
 from ps.ledger import DONE as DONE_BLOCK
 from ps.operands import Operand
-from ps.peers import Peer, printable, raise_file_limit
+from ps.peers import Peer, missing_ones, printable, raise_file_limit
 from ps.planner import Planner
 from ps.records import Records
 from ps.shipping import Shipping
@@ -118,7 +118,7 @@ class Server:
         self._alive = 0
         self._joined = threading.Condition()
         self._complained: set[bytes] = set()
-        self._said_waiting = False
+        self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
         self._wake_read, self._wake_write = socket.socketpair()
@@ -341,7 +341,7 @@ class Server:
         self._peer_of += [peer] * len(new)
         self.labels += [printable(label) for label in message.labels]
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
-        self._said_waiting = False
+        self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
         with self._joined:
             self._alive += len(new)
@@ -454,8 +454,10 @@ class Server:
         accept: Callable[[list[int]], None] | None = None,
         begun_ns: int = 0,
     ) -> None:
-        """Do as the dispatcher says, in its order. `begun_ns`: when it was told what has happened."""
+        """Do as the dispatcher says, in its order, and check what is to be checked when the devices have their work:
+        a check may suspend some of them. `begun_ns`: when the dispatcher was told what has happened."""
         planned_ns = time.monotonic_ns()
+        complete: list[int] = []
         for instruction in instructions:
             match instruction:
                 case AcceptBlocks(positions=positions):
@@ -470,21 +472,30 @@ class Server:
                 case JobFinished(job=job):
                     self._finish(job)
                 case JobWaits(reason=reason):
-                    if not self._said_waiting:
-                        self.notice(f"waiting for a device that can go on: {reason}")
-                    self._said_waiting = True
+                    self._say_waiting(reason)
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
                     with self._joined:
                         self._alive -= 1
                 case CheckJob(job=job):
-                    self._check(job)
+                    complete.append(job)
                 case BlocksLost(loss=loss, devices=devices, blocks=blocks):
                     self.records.lost(loss, devices, blocks, begun_ns, planned_ns)
                 case BlocksRecovered(loss=loss):
                     self.records.recovered(loss, time.monotonic_ns())
         self.records.sent_again(time.monotonic_ns())
+        for job in complete:
+            self._check(job)
+
+    def _say_waiting(self, reason: str) -> None:
+        """Once for each reason, until somebody joins."""
+        if reason == self._said_waiting:
+            return
+        self._said_waiting = reason
+        missing = "" if self._alive else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
+        help_ = f"One joins with: python -m agent --ps {self.address}"
+        self.notice(f"waiting for a device that can go on: {reason}{missing}. {help_}")
 
     def _check(self, job: int) -> None:
         """Are all blocks of this job right?"""

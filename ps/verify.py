@@ -1,9 +1,10 @@
 """Is a product what it claims to be? Freivalds' check of a whole product at once, then of single blocks.
 
 For a random vector s, C s must equal A (B s). That reads A, B and C once, whoever computed which block, while computing
-them took n times as long. A wrong row escapes only if its errors happen to cancel in C s to less than rounding: s is
-drawn from a normal distribution, so that no pattern of errors cancels often (with signs, two equal ones would half the
-time), and from a seed that devices do not know. Row i is right within
+them took n times as long. A wrong row escapes only if its errors happen to cancel in C s to less than rounding. So s
+has random signs and magnitudes between 0.5 and 1.5: no pattern of errors cancels often (with signs alone two equal ones
+would half the time), and an error in a single column is never hidden by a small factor, as it is now and then with a
+normal distribution. Its seed is not known to devices. Row i is right within
 
     |C s - A (B s)|_i  <=  ROUNDING eps sqrt(n) |a_i| |B|        (Euclidean norms)
 
@@ -48,8 +49,8 @@ def wrong_blocks(left: Array, right: Array, out: Array, tiles: Integers, seed: i
 
 
 def random_vector(count: int, seed: int | Sequence[int]) -> Array:
-    vector: Array = np.random.default_rng(seed).standard_normal(count, dtype=np.float32)
-    return vector
+    vector: Array = 2 * np.random.default_rng(seed).random(count, dtype=np.float32) - 1
+    return vector + np.copysign(np.float32(0.5), vector)
 
 
 def suspicious_rows(left: Array, right: Array, out: Array, vector: Array) -> Flags:

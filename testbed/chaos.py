@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from testbed.chaos_world import COMMON, Operation, World, generate, replay
+from testbed.chaos_seeds import generate
+from testbed.chaos_world import COMMON, STRAYS, Operation, World, replay
 
 __all__ = ["Failure", "Tally", "as_test", "failure_of", "generate", "live_one", "replay", "shrink"]
 
@@ -39,6 +40,7 @@ class Tally:
     worlds: int = 0
     events: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
 
 
 def failure_of(operations: Sequence[Operation], tally: Tally | None = None) -> Failure | None:
@@ -55,6 +57,7 @@ def failure_of(operations: Sequence[Operation], tally: Tally | None = None) -> F
             tally.worlds += 1
             tally.events += world.events
             tally.faults += world.faults
+            tally.seen += world.seen
     return None
 
 
@@ -204,8 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     took_s = time.monotonic() - begun
     print(f"nothing broke: {_rates(tally, took_s)}; {took_s:.0f} s, seeds {options.seed} to {seed - 1}")
     worked_s = time.process_time() - worked
-    print(f"{tally.faults.total() / worked_s:,.0f} fault events a second of processor time, which was {worked_s:.0f} s")
+    strong = tally.faults.total() - sum(tally.faults[kind] for kind in STRAYS)
+    print(
+        f"{tally.faults.total() / worked_s:,.0f} fault events a second of processor time, which was {worked_s:.0f} s; "
+        f"without stray answers {strong / worked_s:,.0f}"
+    )
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in tally.faults.most_common()))
+    print("and so: " + ", ".join(f"{what} {count:,}" for what, count in tally.seen.most_common()))
     return 0
 
 

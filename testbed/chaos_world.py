@@ -1,10 +1,12 @@
-"""Worlds for `testbed.chaos`: lists of plain operations, made from a seed and lived step by step.
+"""Worlds for `testbed.chaos`: lists of plain operations, lived step by step (`testbed/chaos_seeds.py` makes them).
 
 An operation means something wherever it stands: devices and blocks are given as numbers that are counted round
 (the k-th of those there are), so that any operation can be left out and the rest still is a world. The world keeps
 books of its own, computes every block in whole numbers, and believes nothing that the dispatcher says.
 
-    ("planner", kind)                   "packed" or "grid", for the whole world; packed without
+    ("planner", kind)                   "packed" or "grid", for the whole world; grid without
+    ("history", ratio)                  before the world began, enough blocks took so many times what was expected that
+                                        the dispatcher knows what is overdue; without, nothing ever is in a small world
     ("join", [profile, ...])            a profile: the fields of agent.profile.Profile in their order
     ("leave", [k, ...])                 they are gone and the server knows; what they had under way still arrives
     ("submit", [product, ...])          batch, rows, inner, columns, urgent, weight: all ready at the same moment;
@@ -20,15 +22,18 @@ books of its own, computes every block in whole numbers, and believes nothing th
     ("stray refusal", device, job, block)
     ("swap", k, device)                 an answer from a device that was never asked
     ("slow", k, factor)                 a device is slower than it said
+    ("overdue", k, seconds)             an answer under way comes a second after all that others return in this time;
+                                        before it does, the server looks at the clock
+    ("lie", k)                          an answer under way is wrong
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import random
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +42,14 @@ from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
 from ps.cost import least_bytes
+from ps.deadlines import ENOUGH
+from ps.dispatcher import REFUSALS_ALLOWED
 from ps.planner import Planner, Shape
 from testbed.virtual import Key, Outcome, Sent, VirtualFleet, Work
 
 Operation = tuple[Any, ...]
-FAULTS = ("leave", "late", "twice", "lost", "vanish", "refuse", "stray", "stray refusal", "swap", "slow")
+FAULTS = ("leave", "late", "twice", "lost", "vanish", "refuse", "swap", "slow", "overdue", "lie")
+STRAYS = ("stray", "stray refusal")  # faults, too, but weak ones: most are thrown away at once
 TOGETHER_S = 0.0005  # answers this near to each other are one event, as they are in a pod
 DETECTED_S = 4.0  # after so long a silent device is taken for dead
 HUGE = 1 << 40
@@ -60,6 +68,14 @@ class Flight:
     cells: NDArray[np.int64]
     due_s: float
     lost: bool = False
+    looked_at: bool = False  # it was under way, or sent, when the server looked for what is overdue
+
+    def overlaps(self, other: Flight) -> bool:
+        """Blocks of the same job that have cells in common."""
+        return all(
+            self.tile[i] < other.tile[i] + other.tile[i + 1] and other.tile[i] < self.tile[i] + self.tile[i + 1]
+            for i in (0, 2, 4)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,7 @@ class Weight:
 
 
 class Truth:
-    """A product in whole numbers, and what has been accepted of it."""
+    """A product in whole numbers, and what has been accepted of it, from whom."""
 
     def __init__(self, shape: Shape, job: int) -> None:
         self.shape = shape
@@ -81,20 +97,44 @@ class Truth:
         self._right = (2 * b[:, None, None] + 7 * n[:, None] + 3 * c + job) % 13 - 6
         self._out = np.zeros((shape.batch, shape.rows, shape.columns), np.int64)
         self._times = np.zeros_like(self._out)
+        self._accepted: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> device, tile
 
     def block(self, tile: tuple[int, ...]) -> NDArray[np.int64]:
         b, bs, r, rs, c, cs = tile
         cells: NDArray[np.int64] = self._left[b : b + bs, r : r + rs] @ self._right[b : b + bs, :, c : c + cs]
         return cells
 
-    def accept(self, flight: Flight) -> None:
+    def accept(self, device: int, block: int, flight: Flight) -> None:
+        self._accepted[block] = device, flight.tile
         b, bs, r, rs, c, cs = flight.tile
         self._times[b : b + bs, r : r + rs, c : c + cs] += 1
         self._out[b : b + bs, r : r + rs, c : c + cs] = flight.cells
 
+    def wrong(self) -> dict[int, int]:
+        """Accepted blocks that are not what they should be, each with whoever returned it."""
+        found = {}
+        for block, (device, tile) in self._accepted.items():
+            b, bs, r, rs, c, cs = tile
+            if not np.array_equal(self._out[b : b + bs, r : r + rs, c : c + cs], self.block(tile)):
+                found[block] = device
+        return found
+
+    def reject(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            b, bs, r, rs, c, cs = self._accepted.pop(block)[1]
+            self._times[b : b + bs, r : r + rs, c : c + cs] -= 1
+
+    def has(self, tile: tuple[int, ...]) -> bool:
+        """Was any of these cells accepted?"""
+        b, bs, r, rs, c, cs = tile
+        return bool(self._times[b : b + bs, r : r + rs, c : c + cs].any())
+
+    def complete(self) -> bool:
+        return bool((self._times == 1).all())
+
     def verdict(self) -> str:
         """What is wrong with it; nothing if each cell was accepted once and is right."""
-        if (self._times != 1).any():
+        if not self.complete():
             return "some cells were not accepted exactly once"
         return "" if np.array_equal(self._out, self._left @ self._right) else "the result is wrong"
 
@@ -103,9 +143,11 @@ class World:
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._operations = operations
         self._told = [Profile(*p) for o in operations if o[0] == "join" for p in o[1]] + [Profile(*COMMON)]
-        kinds = [o[1] for o in operations if o[0] == "planner"] or ["packed"]
-        self._fleet = VirtualFleet(pack_profiles(self._told), Planner(kinds[0]))
+        kinds = [o[1] for o in operations if o[0] == "planner"] or ["grid"]
+        history = [o[1] for o in operations if o[0] == "history"][:1] * ENOUGH
+        self._fleet = VirtualFleet(pack_profiles(self._told), Planner(kinds[0]), verify=True, history=history)
         self.faults: Counter[str] = Counter()  # that met something to harm
+        self.seen: Counter[str] = Counter()  # what the dispatcher did about them
         self.events = 0
         self.trace: list[tuple[float, str, Outcome]] = []
         self._alive: set[int] = set()
@@ -113,6 +155,7 @@ class World:
         self._open: dict[int, Truth] = {}
         self._jobs = 0
         self._weights: dict[int, Weight] = {}
+        self._refused: Counter[int] = Counter()  # blocks that a device could not compute
         self._flying: dict[Key, Flight] = {}
         self._past: list[tuple[float, int, Key | int]] = []  # heap: due, sequence, answer or a device found out
         self._sequence = itertools.count()
@@ -132,6 +175,7 @@ class World:
             while self._past:
                 self._run(1)
         self._event("forget", self._fleet.forget(list(self._weights)))
+        self.seen["profiles corrected"] += self._fleet.corrected
         if self._open:
             raise ChaosError(f"jobs {list(self._open)} do not end although an able device has joined")
         if rest := self._fleet.left_behind():
@@ -189,6 +233,10 @@ class World:
                 self._silence(key[0], silent=False)
             case "refuse":
                 self._refusals([key])
+            case "overdue":
+                self._overdue(key, flight, self._fleet.now_s + more[0])
+            case "lie":
+                flight.cells = flight.cells + 1  # so that two lies about one answer are not the truth
             case "swap":
                 self._answers([(more[0] % self._fleet.joined, key[1], key[2])], misleading=True)
             case _:
@@ -222,12 +270,21 @@ class World:
             self._silent.add(device)
         self._expect(self._fleet.now_s + DETECTED_S, device)
 
-    def _run(self, count: int) -> None:
+    def _overdue(self, key: Key, flight: Flight, until_s: float) -> None:
+        flight.due_s = max(flight.due_s, until_s) + 1.0
+        self._expect(flight.due_s, key)
+        self._run(len(self._past), until_s)
+        self._fleet.now_s = max(self._fleet.now_s, until_s)
+        for under_way in self._flying.values():
+            under_way.looked_at = True
+        self._event("overdue", self._fleet.look())
+
+    def _run(self, count: int, until_s: float = math.inf) -> None:
         """The next answers, those that come together in one event; and devices that are found out."""
-        while count > 0 and self._past:
-            until_s = self._past[0][0] + TOGETHER_S
+        while count > 0 and self._past and self._past[0][0] <= until_s:
+            together_s = min(self._past[0][0] + TOGETHER_S, until_s)
             keys: list[Key] = []
-            while self._past and self._past[0][0] <= until_s and count > 0:
+            while self._past and self._past[0][0] <= together_s and count > 0:
                 due_s, _, what = heapq.heappop(self._past)
                 self._fleet.now_s = max(self._fleet.now_s, due_s)
                 if isinstance(what, int):
@@ -247,46 +304,96 @@ class World:
 
     def _answers(self, keys: list[Key], misleading: bool = False) -> None:
         """`misleading`: even if such a block is under way, this is not its answer."""
-        due, seen = [], set()
-        for position, key in enumerate(keys):
-            if key in self._flying and key not in seen:
+        due: list[int] = []
+        landed: dict[Key, Flight] = {}
+        for position, key in enumerate(keys):  # if two have the same cells under way, the first one counts
+            if key in self._flying and key not in landed and not self._rivals(key, landed):
                 due.append(position)
-                seen.add(key)
+                landed[key] = self._flying[key]
         if misleading and due:
             return
-        landed = [(keys[position], self._flying.pop(keys[position])) for position in due]
-        for key, flight in landed:
-            self._open[key[1]].accept(flight)
+        losers = [key for key in self._flying if key not in landed and self._rivals(key, landed)]
+        for key, flight in landed.items():
+            del self._flying[key]
+            self._open[key[1]].accept(key[0], key[2], flight)
         outcome = self._fleet.answer(keys)
         if outcome.accepted != due:
             raise ChaosError(f"of the answers {keys} these count: {due}; accepted were {outcome.accepted}")
+        if sorted(outcome.cancelled) != sorted(losers):
+            raise ChaosError(f"the blocks {losers} are done by others; cancelled were {outcome.cancelled}")
         self._event("answer", outcome)
+
+    def _rivals(self, key: Key, among: Mapping[Key, Flight]) -> list[Flight]:
+        """Others who have cells of this block."""
+        flight = self._flying[key]
+        return [f for k, f in among.items() if k[1] == key[1] and k != key and f.overlaps(flight)]
 
     def _refusals(self, keys: list[Key]) -> None:
         for key in keys:
-            self._flying.pop(key, None)
-        self._event("refuse", self._fleet.refuse(keys))
+            self._refused[key[0]] += self._flying.pop(key, None) is not None
+        outcome = self._fleet.refuse(keys)
+        if sound := [d for d in outcome.suspended if self._refused[d] <= REFUSALS_ALLOWED]:
+            raise ChaosError(f"devices {sound} were suspended, and have not failed more blocks than is allowed")
+        self._event("refuse", outcome)
+
+    def _check(self, job: int) -> None:
+        """All blocks of a job are there: look for wrong ones, as the server would."""
+        if job not in self._open or not self._open[job].complete():
+            raise ChaosError(f"job {job} is to be checked and not complete")
+        wrong = self._open[job].wrong()
+        liars = set(wrong.values()) & self._alive
+        self._open[job].reject(wrong)
+        self.seen["wrong blocks found"] += len(wrong)
+        outcome = self._fleet.checked(job, list(wrong))
+        if set(outcome.suspended) != liars:
+            raise ChaosError(f"of job {job} blocks {wrong} were wrong; suspended were {outcome.suspended}")
+        if outcome.finished != ([] if wrong else [job]):
+            raise ChaosError(f"of job {job} {len(wrong)} blocks were wrong; ended have {outcome.finished}")
+        self._event("check", outcome)
 
     def _event(self, name: str, outcome: Outcome) -> None:
         self.events += 1
         self.trace.append((self._fleet.now_s, name, outcome))
+        if name not in ("refuse", "check") and outcome.suspended:
+            raise ChaosError(f"devices {outcome.suspended} were suspended, and have neither failed nor lied")
+        if name != "check" and outcome.finished:
+            raise ChaosError(f"jobs {outcome.finished} ended and were not checked")
+        self.seen["devices suspended"] += len(outcome.suspended)
         for device in outcome.suspended:
             self._gone(device)
+        for key in outcome.cancelled:
+            self._cancelled(key, answered=name == "answer")
         for sent in outcome.sent:
-            self._sent(sent)
+            self._sent(sent, looked_at=name == "overdue")
         for job in outcome.finished:
             truth = self._open.pop(job, None)
             if verdict := truth.verdict() if truth else "it had ended before":
                 raise ChaosError(f"job {job} ended: {verdict}")
         self._fleet.check()
+        for job in outcome.to_check:
+            self._check(job)
 
-    def _sent(self, sent: Sent) -> None:
+    def _cancelled(self, key: Key, answered: bool) -> None:
+        """`answered`: somebody else was faster. Otherwise it must have been overdue, and its device may be gone."""
+        flight = self._flying.pop(key, None)
+        if flight is None and key[0] in self._alive:
+            raise ChaosError(f"block {key[2]} of job {key[1]} was cancelled and is not under way on device {key[0]}")
+        if flight is not None and not answered and not flight.looked_at:
+            raise ChaosError(f"block {key[2]} of job {key[1]} was cancelled and cannot have been overdue")
+        self.seen["blocks cancelled"] += 1
+
+    def _sent(self, sent: Sent, looked_at: bool) -> None:
         device, job, block = sent.key
         if device not in self._alive:
             raise ChaosError(f"device {device} is not there and was sent block {block} of job {job}")
-        if any(key[1:] == sent.key[1:] for key in self._flying):
+        if sent.key in self._flying or self._open[job].has(sent.tile):
+            raise ChaosError(f"block {block} of job {job} was sent again")
+        truth = self._open[job].block(sent.tile)
+        self._flying[sent.key] = Flight(sent.tile, truth, sent.due_s, looked_at=looked_at)
+        rivals = self._rivals(sent.key, self._flying)
+        if any(not f.looked_at for f in rivals) or any(a.overlaps(b) for a, b in itertools.combinations(rivals, 2)):
             raise ChaosError(f"block {block} of job {job} was sent twice")
-        self._flying[sent.key] = Flight(sent.tile, self._open[job].block(sent.tile), sent.due_s)
+        self.seen["overdue blocks sent to others"] += len(rivals)
         if sum(key[0] == device for key in self._flying) > self._told[device].credit_blocks:
             raise ChaosError(f"device {device} was sent more blocks than its credit")
         self._expect(sent.due_s, sent.key)
@@ -309,64 +416,3 @@ class World:
 def replay(operations: Sequence[Operation]) -> World:
     """Live these operations again; raises what they broke."""
     return World(operations).live()
-
-
-# ---- worlds from a seed
-
-
-def generate(seed: int, length: int = 120) -> list[Operation]:
-    rng = random.Random(seed)
-    churn = rng.choice([1, 4])  # a world of little churn lets queues grow, one of much keeps cutting
-    weights = {"join": 2, "submit": 3, "forget": 1, "run": 18, "leave": churn, "vanish": 1, "slow": 2}
-    weights |= {"late": 8, "twice": 8, "lost": 2, "refuse": rng.choice([0, 2, 6])}
-    weights |= {"stray": 3, "stray refusal": 2, "swap": 4}
-    kinds = rng.choices(list(weights), list(weights.values()), k=length)
-    # the same products again and again, as in training: plans are kept, and adapted to those who have left and joined
-    groups = [[_product(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))] for _ in range(3)]
-    planner = rng.choice(["packed", "grid", "grid", "grid"])  # packing takes longest
-    begin: list[Operation] = [("planner", planner), ("join", [_profile(rng) for _ in range(rng.randint(1, 8))])]
-    return begin + [("submit", rng.choice(groups)) if kind == "submit" else _operation(kind, rng) for kind in kinds]
-
-
-def _operation(kind: str, rng: random.Random) -> Operation:
-    any_of = rng.randrange(1000)
-    match kind:
-        case "join":
-            return kind, [_profile(rng) for _ in range(rng.randint(1, 3))]
-        case "leave":
-            return kind, [rng.randrange(1000) for _ in range(rng.choice([1, 1, 2]))]
-        case "forget":
-            return kind, [rng.randrange(6) for _ in range(rng.randint(1, 2))]
-        case "run":
-            return kind, rng.randint(1, 8)
-        case "late" | "twice":
-            return kind, any_of, rng.choice([0.0, 0.01, 1.0, 10.0])
-        case "slow":
-            return kind, any_of, rng.choice([2.0, 10.0, 100.0])
-        case "stray" | "stray refusal":
-            return kind, rng.randint(-2, 12), rng.randint(-1, 20), rng.randint(-1, 12)
-        case "swap":
-            return kind, any_of, rng.randrange(1000)
-        case _:
-            return kind, any_of
-
-
-def _profile(rng: random.Random) -> tuple[float, ...]:
-    rates = (round(10 ** rng.uniform(low, high)) for low, high in ((6, 12), (4, 9), (4, 9)))
-    flops, down_bps, up_bps = (float(rate) for rate in rates)
-    memory_bytes = rng.choice([8, 60, 200, 1600, 2500, 8000, HUGE])
-    return (
-        flops,
-        rng.choice([0.0, 1e-3]),
-        down_bps,
-        up_bps,
-        rng.choice([0.0, 0.05]),
-        memory_bytes,
-        rng.choice([1, 2, 4]),
-    )
-
-
-def _product(rng: random.Random) -> tuple[int, int, int, int, bool, int | None]:
-    inner = rng.choice([rng.randint(1, 6), rng.randint(1, 6), rng.randint(90, 400)])  # little memory: in chunks
-    weight = rng.choice([None, rng.randrange(6)])
-    return rng.choice([1, 1, 1, 3]), rng.randint(1, 6), inner, rng.randint(1, 6), rng.random() < 0.5, weight

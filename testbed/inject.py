@@ -41,7 +41,7 @@ class Injection:
     at_s: float
     do: str
     devices: tuple[int, ...] = ()  # of the fleet
-    pods: tuple[int, ...] = ()  # of kill and corrupt
+    pods: tuple[int, ...] = ()  # of kill, stop, continue and corrupt
     details: Mapping[str, Any] = field(default_factory=dict)  # seconds, factor, how
 
 
@@ -52,6 +52,8 @@ class Targets(Protocol):
     def device(self, pod: int, index: int) -> int: ...
     def order(self, pod: int, order: Mapping[str, Any]) -> None: ...
     def kill(self, pod: int) -> None: ...
+    def pause(self, pod: int) -> None: ...
+    def resume(self, pod: int) -> None: ...
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]: ...
 
 
@@ -76,7 +78,7 @@ def plan_faults(faults: Sequence[Fault], networks: Sequence[str], pod_count: int
     for place, fault in sorted(enumerate(faults), key=lambda pair: (pair[1].at_s, pair[0])):
         return_until(fault.at_s)
         rng = np.random.default_rng([seed, place])
-        if fault.do in ("kill", "corrupt"):
+        if fault.do in ("kill", "stop", "corrupt"):
             alive = [pod for pod in range(pod_count) if pod not in killed]
             wanted = fault.pods or 1
             if wanted > len(alive) or (fault.do == "kill" and wanted == len(alive)):
@@ -90,6 +92,8 @@ def plan_faults(faults: Sequence[Fault], networks: Sequence[str], pod_count: int
                 killed.update(pods)
             hit = tuple(d for d in range(len(networks)) if d % pod_count in pods)
             plan.append(Injection(fault.at_s, fault.do, hit, pods))
+            if fault.do == "stop":
+                plan.append(Injection(fault.at_s + (fault.seconds or 0.0), "continue", hit, pods))
             continue
         who = _choose(fault, networks, {d for d in range(len(networks)) if d % pod_count in killed}, away, rng)
         if not who:
@@ -225,6 +229,13 @@ class Injector:
             self._pending = {fault: pods for fault, pods in self._pending.items() if pods}
             self._done[number] = [(now_s, len(injection.pods))]
             self._tell(now_s, injection.at_s, "kill", list(injection.devices), list(injection.pods))
+            return
+        if injection.do in ("stop", "continue"):
+            running = [pod for pod in injection.pods if pod not in self._killed]
+            for pod in running:
+                (self._targets.pause if injection.do == "stop" else self._targets.resume)(pod)
+            self._done[number] = [(now_s, len(running))] if running else []
+            self._tell(now_s, injection.at_s, injection.do, list(injection.devices), running)
             return
         parts: dict[int, list[int]] = {pod: [] for pod in injection.pods}
         if not injection.pods:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -76,6 +77,11 @@ class Pods:
                 said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
                 raise LaunchError(f"a pod ended with code {process.returncode}: {said or 'it said nothing'}")
 
+    def give_up_killed(self) -> None:
+        """A pod that somebody has killed (kill -9, or a host without memory) is lost like any device, and no reason to
+        end the run."""
+        self._killed.update(pod for pod, p in enumerate(self._processes) if p.poll() == -signal.SIGKILL)
+
     # ---- faults
 
     def place(self, device: int) -> tuple[int, int]:
@@ -95,6 +101,13 @@ class Pods:
         self._killed.add(pod)
         self._outbox[pod] = b""
         self._processes[pod].kill()
+
+    def pause(self, pod: int) -> None:
+        """SIGSTOP: it neither answers nor says so."""
+        self._processes[pod].send_signal(signal.SIGSTOP)
+
+    def resume(self, pod: int) -> None:
+        self._processes[pod].send_signal(signal.SIGCONT)
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
         """Send the orders that wait, and take the reports that are there, or come within that time: (pod, report)."""
@@ -145,6 +158,8 @@ class Pods:
 
     def stop(self) -> None:
         """They end by themselves when the server says goodbye; those that do not are ended."""
+        for pod in range(len(self._processes)):
+            self.resume(pod)  # whoever is stopped hears nothing
         for patience_s, insist in ((3.0, subprocess.Popen.terminate), (3.0, subprocess.Popen.kill), (3.0, None)):
             for process in self._processes:
                 try:

@@ -226,6 +226,13 @@ def _wait_for_devices(server: Server, pods: Pods, count: int) -> None:
             raise RunError(f"only {server.devices} of {count} devices joined within {JOIN_TIMEOUT_S:.0f} s")
 
 
+def _present(server: Server) -> str:
+    """How many devices are there; if none is, what helps."""
+    if server.devices:
+        return f"{server.devices:,} devices"
+    return f"no device is there: waiting for python -m agent --ps {server.address}"
+
+
 def _model(scenario: Scenario, config: Any) -> torch.nn.Module:
     torch.manual_seed(scenario.seed)
     model: torch.nn.Module = build_model(config)
@@ -294,6 +301,7 @@ def _distributed(
 
     def before_step(number: int) -> None:
         interrupts.check()
+        pods.give_up_killed()  # the server has said that their devices are lost; it goes on without them
         pods.check()
         if injector.error is not None:
             raise injector.error
@@ -325,7 +333,7 @@ def _distributed(
         display.phase(
             "training",
             lambda: min(1.0, server.totals.flops / (flops_per_step * len(data))),
-            lambda: f"step {len(done) + 1}, {server.totals.blocks:,} blocks, {server.devices:,} devices",
+            lambda: f"step {len(done) + 1}, {server.totals.blocks:,} blocks, {_present(server)}",
         ),
         injecting(injector) if scenario.faults or scenario.churn else nullcontext(),
     ):

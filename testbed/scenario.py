@@ -179,19 +179,20 @@ class Launch(_Section):
 
 # a fault, and the keys that it needs beside at, do and whom it is for
 _NEEDS = {"freeze": ("seconds",), "slow": ("factor",), "lie": ("how",), "flap": ("times", "period")}
+_NEEDS["stop"] = _NEEDS["freeze"]
 _MAY_HAVE = {"leave": ("seconds",), "vanish": ("seconds",)}
-_OF_PODS = ("kill", "corrupt")
+_OF_PODS = ("kill", "stop", "corrupt")
 _EXAMPLES = {"seconds": "5", "factor": "4", "how": '"noise"', "times": "3", "period": '"10 s"'}
 
 
 class Fault(_Section):
     at: Duration  # after the first step begins
-    do: Literal["leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill", "flap"]
+    do: Literal["leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill", "stop", "flap"]
     devices: int | None = Field(default=None, ge=1)  # so many, chosen by the seed
     share: Part | None = None  # or this part of the fleet
     network: NetworkName | None = None  # or all devices of one access network
-    pods: int | None = Field(default=None, ge=1)  # of kill and corrupt, chosen by the seed; 1 if not given
-    seconds: float | None = Field(default=None, gt=0, le=1e6)  # of freeze; of leave and vanish: until they return
+    pods: int | None = Field(default=None, ge=1)  # of kill, stop and corrupt, chosen by the seed; 1 if not given
+    seconds: float | None = Field(default=None, gt=0, le=1e6)  # of freeze, stop; of leave, vanish: until they return
     factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is as fast as the profile says
     how: Literal["noise", "element", "stale", "zeros", "nan"] | None = None  # of lie
     times: int | None = Field(default=None, ge=1, le=10_000)  # of flap

@@ -19,9 +19,12 @@ from ps.events import (
     AcceptBlocks,
     BlocksFailed,
     BlocksReturned,
+    CancelBlocks,
+    CheckJob,
     DevicesJoined,
     DevicesLeft,
     Event,
+    JobChecked,
     JobFinished,
     JobsSubmitted,
     JobWaits,
@@ -29,6 +32,7 @@ from ps.events import (
     SendBlocks,
     Submission,
     SuspendDevice,
+    TimePassed,
 )
 from ps.ledger import Job
 from ps.planner import Planner, Request, Shape
@@ -54,6 +58,8 @@ class Outcome:
     finished: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)  # jobs that no device can do at present
     suspended: list[int] = field(default_factory=list)
+    cancelled: list[Key] = field(default_factory=list)  # somebody else was faster
+    to_check: list[int] = field(default_factory=list)  # jobs whose blocks are all there: are they right?
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +73,22 @@ class Work:
 
 
 class VirtualFleet:
-    """`profiles`: every device that will ever join, in the order in which they do."""
+    """`profiles`: every device that will ever join, in the order in which they do. `verify`: a job ends when `checked`
+    has said that it may. `history`: what earlier blocks took, as multiples of what was expected; without any, nothing
+    is overdue until enough has come back."""
 
-    def __init__(self, profiles: NDArray[np.void], planner: Planner | None = None) -> None:
+    def __init__(
+        self,
+        profiles: NDArray[np.void],
+        planner: Planner | None = None,
+        verify: bool = False,
+        history: Sequence[float] = (),
+    ) -> None:
         self.now_s = 0.0
         self.joined = 0
         self._profiles = profiles
-        self._dispatcher = Dispatcher(planner or Planner())
+        self._dispatcher = Dispatcher(planner or Planner(), verify)
+        self._dispatcher.deadlines.returned(history)
         self._devices = Devices(profiles.copy())  # how fast they are; what they have said of themselves stays
 
     def join(self, count: int) -> Outcome:
@@ -107,6 +122,14 @@ class VirtualFleet:
     def refuse(self, keys: Sequence[Key]) -> Outcome:
         return self._handle(BlocksFailed(*_columns(keys)))
 
+    def checked(self, job: int, wrong: Sequence[int]) -> Outcome:
+        """These blocks of the job are not what they should be."""
+        return self._handle(JobChecked(job, list(wrong)))
+
+    def look(self) -> Outcome:
+        """The server looks at the clock: is anything overdue?"""
+        return self._handle(TimePassed())
+
     def slow(self, device: int, factor: float) -> None:
         """From now on the device is slower than it said."""
         for name in ("flops", "down_bps", "up_bps"):
@@ -114,6 +137,11 @@ class VirtualFleet:
 
     def check(self) -> None:
         self._dispatcher.check()
+
+    @property
+    def corrected(self) -> int:
+        """Devices whose profile was corrected by what they really delivered."""
+        return int((self._dispatcher.profiles != self._profiles[: self.joined]).sum())
 
     def block_count(self, job: int) -> int:
         """Blocks that a job under way has ever been cut into; the next one gets this number."""
@@ -127,6 +155,8 @@ class VirtualFleet:
         }
         rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
         rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}
+        rest["losses"] = self._dispatcher._losses
+        rest["suspects"] = [d for d in self._dispatcher._suspects if not self._dispatcher.devices[d].alive]
         return ", ".join(f"{name} {value}" for name, value in rest.items() if value)
 
     def _handle(self, event: Event) -> Outcome:
@@ -143,6 +173,10 @@ class VirtualFleet:
                     outcome.waiting.append(job)
                 case SuspendDevice(device=device):
                     outcome.suspended.append(device)
+                case CancelBlocks(devices=devices, jobs=jobs, blocks=blocks):
+                    outcome.cancelled += zip(devices, jobs, blocks, strict=True)
+                case CheckJob(job=job):
+                    outcome.to_check.append(job)
         return outcome
 
     def _sent(self, blocks: SendBlocks) -> list[Sent]:

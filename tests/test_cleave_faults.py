@@ -22,6 +22,7 @@ FAULTS = """[
     {at = "10 ms", do = "corrupt"},
     {at = "20 ms", do = "freeze", devices = 2, seconds = 0.3},
     {at = "30 ms", do = "flap", devices = 3, times = 2, period = "200 ms"},
+    {at = "50 ms", do = "stop", seconds = 0.1},
     {at = "100 ms", do = "kill"},
     {at = "10 h", do = "leave", share = "100%"},
 ]""".replace("\n", " ")
@@ -83,7 +84,8 @@ def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(ru
     audit = run.summary["audit"]["faults"]
     assert audit["after_the_end"] >= 1
     assert audit["injected"] + audit["after_the_end"] >= 10, audit
-    assert {event["do"] for event in run.injected} >= {"slow", "vanish", "corrupt", "freeze", "leave", "return", "kill"}
+    asked = {"slow", "vanish", "corrupt", "freeze", "leave", "return", "stop", "kill"}
+    assert {event["do"] for event in run.injected} >= asked
     assert run.summary["lost_devices"] >= 10  # the killed pod's
 
 

@@ -28,6 +28,8 @@ class FakePods:
         self.now_s = 0.0
         self.ordered: list[tuple[float, int, dict[str, Any]]] = []
         self.killed: list[int] = []
+        self.paused: list[tuple[float, int]] = []
+        self.resumed: list[tuple[float, int]] = []
         self.late_s, self.deaf = late_s, deaf
         self._reports: list[tuple[int, dict[str, Any]]] = []
 
@@ -46,6 +48,12 @@ class FakePods:
 
     def kill(self, pod: int) -> None:
         self.killed.append(pod)
+
+    def pause(self, pod: int) -> None:
+        self.paused.append((self.now_s, pod))
+
+    def resume(self, pod: int) -> None:
+        self.resumed.append((self.now_s, pod))
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
         reports, self._reports = self._reports, []
@@ -147,6 +155,22 @@ def test_every_injection_is_noted_with_the_devices_of_the_fleet() -> None:
         ("kill", [0, 2, 4, 6], 2.0, 2.0),
     ]
     assert pods.killed == [0]
+
+
+def test_a_stopped_pod_goes_on_after_its_time_and_both_are_in_the_audit() -> None:
+    plan = plan_faults([fault("stop", "1 s", pods=2, seconds=3.0), fault("kill", "2 s")], NETWORKS, 2, 0)
+    pods = FakePods()
+    injector = Injector(pods, plan)
+    drive(pods, injector, 5.0)
+    (killed,) = pods.killed
+    assert pods.paused == [(1.0, 0), (1.0, 1)]
+    assert pods.resumed == [(4.0, 1 - killed)]
+    listed = injector.audit()["faults"]["list"]
+    assert [(entry["do"], entry["asked"], entry["done"]) for entry in listed] == [
+        ("stop", 2, 2),
+        ("kill", 1, 1),
+        ("continue", 2, 1),
+    ]
 
 
 def test_a_killed_pod_gets_no_more_orders_and_the_audit_says_who_was_left_out() -> None:

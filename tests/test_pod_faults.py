@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 from numpy.typing import NDArray
@@ -251,6 +252,53 @@ def test_answers_of_the_frozen_come_when_the_frost_ends(door: Open) -> None:
     np.testing.assert_allclose(product, TRUTH, rtol=1e-5)
 
 
+def test_who_is_frozen_for_longer_than_silence_is_borne_is_lost_and_comes_back_when_the_frost_ends(door: Open) -> None:
+    server = door(heartbeat_s=0.05)
+    server.welcome()
+    server.work(0, 1)
+    server.answers(2)  # it has heard the welcome
+    report = server.order("freeze", 0, seconds=1.0)
+    assert (report["devices"], report["count"]) == ([0], 1)
+    server.work(0, 1)
+    assert [device for device, _, _ in server.answers(1)] == [1]
+    missed = server.next(Leave)
+    assert time.monotonic_ns() >= report["at_ns"] + 1e9 * SILENT_AFTER * 0.05
+    assert (missed.devices.tolist(), missed.reason) == ([0], "silent (emulated)")
+    assert server.next(Join).labels == ["phone/line/0"]
+    assert time.monotonic_ns() >= report["at_ns"] + 1e9
+    server.work(0, 2)  # what it had is forgotten, it is a new device
+    assert [device for device, _, _ in server.answers(1)] == [2]
+    assert not any(isinstance(message, Result) for message in server.heard)
+
+
+def test_who_leaves_in_the_frost_does_not_come_back_and_who_is_told_to_return_does_at_once(door: Open) -> None:
+    server = door(devices=3, heartbeat_s=0.05)
+    server.welcome()
+    server.work(0)
+    server.answers(1)
+    assert server.order("freeze", 0, 1, seconds=0.75)["devices"] == [0, 1]
+    assert server.order("leave", 0)["devices"] == [0]
+    assert server.order("leave", 0)["devices"] == []
+    assert server.order("freeze", 2, seconds=3600.0)["devices"] == [2]
+    assert server.order("return", 2)["devices"] == [2]
+    joined = server.next(Join).labels + server.next(Join).labels
+    assert joined == ["phone/line/2", "phone/line/1"]
+    server.work(3, 4)
+    assert {device for device, _, _ in server.answers(2)} == {3, 4}
+
+
+def test_a_pod_whose_devices_are_all_frozen_when_its_line_breaks_connects_when_the_first_thaws(door: Open) -> None:
+    server = door(devices=1, heartbeat_s=0.05)
+    server.welcome()
+    server.work(0)
+    server.answers(1)
+    server.order("freeze", 0, seconds=1.0)
+    server.send(Refused("who are you?", final=False))
+    assert server.welcome().labels == ["phone/line/0"]
+    server.work(0)
+    assert len(server.answers(1)) == 1
+
+
 def test_the_slowed_take_as_many_times_longer_and_become_fast_again(door: Open) -> None:
     server = door(links="model")
     server.welcome()
@@ -306,6 +354,20 @@ def test_orders_after_one_another_are_each_counted_and_carry_their_number(door: 
     reports = [server.order("slow", 0, factor=2.0, number=n) for n in (7, 8, 9)]
     assert [(r["count"], r["number"]) for r in reports] == [(1, 7), (2, 8), (3, 9)]
     assert reports[0]["at_ns"] < reports[1]["at_ns"] < reports[2]["at_ns"]
+
+
+def test_a_paused_pod_is_silent_until_it_is_resumed(door: Open, until: Until) -> None:
+    server = door()
+    server.welcome()
+    server.work(0)
+    server.answers(1)
+    server.pods.pause(0)
+    process = psutil.Process(server.pods._processes[0].pid)
+    until(lambda: process.status() == psutil.STATUS_STOPPED, "it is stopped")
+    server.work(0, 1)
+    server.pods.check()  # it lives
+    server.pods.resume(0)
+    assert {device for device, _, _ in server.answers(2)} == {0, 1}
 
 
 def test_a_pod_killed_on_purpose_is_no_accident_and_others_are(door: Open, until: Until) -> None:

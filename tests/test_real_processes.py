@@ -10,7 +10,6 @@ import random
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from numpy.typing import NDArray
+from processes import FAST, LIMIT_S, Multiplication, agents, free_port, grid, pod
 
 from agent.profile import Profile, pack_profiles
 from agent.wire import (
@@ -41,55 +40,10 @@ from agent.wire import (
     decode,
     encode,
 )
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan
 from ps.server import AddressError, Server
 
 if TYPE_CHECKING:
-    from conftest import Program, Serve, Start, Until
-
-Array = NDArray[np.float32]
-LIMIT_S = 30.0
-FAST = ("--kernel", "numpy", "--down", "1 Gbit", "--up", "1 Gbit", "--latency", "0 ms")
-
-
-class Multiplication:
-    """A product on its way through a server."""
-
-    def __init__(
-        self, server: Server, shape: tuple[int, int, int, int], plan: Plan | None = None, seed: int = 0
-    ) -> None:
-        batch, rows, inner, columns = shape
-        rng = np.random.default_rng(seed)
-        self.left: Array = rng.standard_normal((batch, rows, inner), dtype=np.float32)
-        self.right: Array = rng.standard_normal((batch, inner, columns), dtype=np.float32)
-        self.out: Array = np.full((batch, rows, columns), np.nan, np.float32)
-        self.done = threading.Event()
-        self._server = server
-        server.submit(
-            Product(
-                left=Operand(self.left),
-                right=Operand(self.right.transpose(0, 2, 1)),
-                out=self.out,
-                done=self.done.set,
-                name=f"test {shape}",
-                plan=plan,
-            )
-        )
-
-    def check(self, limit_s: float = LIMIT_S) -> None:
-        """Complete in time, and what NumPy says."""
-        assert self.done.wait(limit_s), f"not complete after {limit_s} s; {self._server.totals}"
-        assert self._server.error is None
-        np.testing.assert_allclose(self.out, self.left @ self.right, rtol=1e-4, atol=1e-3)
-
-
-def grid(rows: int, columns: int, side: int, devices: list[int]) -> Plan:
-    """Squares, dealt out to the devices in turn."""
-    tiles = np.array([(0, 1, r, side, c, side) for r in range(0, rows, side) for c in range(0, columns, side)])
-    device = np.resize(np.array(devices), len(tiles))
-    return Plan(tiles=tiles, device=device, fresh=np.ones((len(tiles), 2), bool), makespan_s=0.0)
+    from conftest import Serve, Start, Until
 
 
 class Stranger:
@@ -133,30 +87,6 @@ def stranger_at(nothing_left_behind: None) -> Iterator[Any]:
             return stranger
 
         yield knock
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def agents(start: Start, server: Server, count: int, *options: str) -> list[Program]:
-    """So many, all joined, in the order of their ids."""
-    programs = []
-    for index in range(count):
-        programs.append(start("agent", "--ps", server.address, "--name", f"agent-{index}", *FAST, *options))
-        programs[-1].expect("kernel")
-        assert server.wait_for_devices(index + 1, LIMIT_S)
-    return programs
-
-
-def pod(start: Start, server: Server, devices: int, links: str = "off") -> Program:
-    profile = [50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]
-    fleet = {"profiles": [profile] * devices, "labels": [f"emulated-{i}" for i in range(devices)]}
-    program = start("emulator.pod", "--ps", server.address, "--links", links, stdin=json.dumps(fleet))
-    assert server.wait_for_devices(devices, LIMIT_S)
-    return program
 
 
 # ---- products
@@ -216,19 +146,6 @@ def test_an_agent_killed_in_the_middle_of_its_work_costs_time_but_no_cell(
     product.check()
     assert server.totals.lost_devices == 1
     assert server.devices == 1
-
-
-def test_a_frozen_agent_loses_its_work_and_comes_back_when_it_thaws(start: Start, serve: Serve, until: Until) -> None:
-    server = serve(heartbeat_s=0.2)
-    frozen, _ = agents(start, server, 2)
-    frozen.signal(signal.SIGSTOP)
-    Multiplication(server, (1, 128, 300, 128), grid(128, 128, 16, [0, 1])).check()
-    assert server.totals.lost_devices == 1
-    frozen.signal(signal.SIGCONT)
-    assert server.wait_for_devices(2, LIMIT_S)
-    newest = len(server.labels) - 1
-    Multiplication(server, (1, 64, 32, 64), grid(64, 64, 16, [newest])).check()
-    assert server.labels[newest] == "agent-0"
 
 
 def test_work_waits_for_the_first_agent(start: Start, serve: Serve) -> None:
@@ -311,19 +228,6 @@ def test_after_an_orderly_restart_of_the_server_the_agent_rejoins(start: Start, 
     assert second.wait_for_devices(1, LIMIT_S)
     Multiplication(second, (1, 30, 40, 50)).check()
     assert agent.running
-
-
-def test_after_a_crash_of_the_server_the_agent_rejoins_the_next_one(start: Start, serve: Serve, until: Until) -> None:
-    port = free_port()
-    code = f"from ps.server import Server; s = Server(port={port}, heartbeat_s=0.2).start(); s._thread.join()"
-    crashing = start("-c", code)
-    agent = start("agent", "--ps", f"tcp://127.0.0.1:{port}", *FAST)
-    agent.expect("joined")
-    crashing.signal(signal.SIGKILL)
-    crashing.wait()
-    server = serve(port=port, heartbeat_s=0.2)
-    assert server.wait_for_devices(1, LIMIT_S)
-    Multiplication(server, (1, 30, 40, 50)).check()
 
 
 def test_with_once_an_agent_ends_with_the_run(start: Start, serve: Serve) -> None:

@@ -275,3 +275,24 @@ def test_a_suspect_that_is_lost_does_not_come_back() -> None:
     world.dispatcher.handle(TimePassed(), world.now_s + SUSPECTED_S)
     world.dispatcher.check()
     assert 0 not in world.dispatcher._able
+
+
+def test_a_suspect_works_when_nobody_else_can() -> None:
+    """Otherwise work would wait for a newcomer although an able device is there."""
+    small = replace(COMMON, memory_bytes=8)  # not even one value of each operand
+    for submitted_first in (True, False):
+        world = Clockwork(COMMON, *[small] * 4, COMMON)
+        world.submit([0])
+        assert set(world.late().devices) == {5}
+        assert 0 not in world.dispatcher._able
+        other = Submission(1, Request(SHAPE), True)
+        if submitted_first:  # the helper has it, and loses it
+            world.dispatcher.handle(JobsSubmitted([other]), world.now_s)
+            out = world.dispatcher.handle(DevicesLeft([5]), world.now_s)
+        else:
+            world.dispatcher.handle(DevicesLeft([5]), world.now_s)
+            out = world.dispatcher.handle(JobsSubmitted([other]), world.now_s)
+        world.dispatcher.check()
+        (sent,) = [i for i in out if isinstance(i, SendBlocks)]
+        assert set(sent.devices) == {0}
+        assert 1 in sent.jobs

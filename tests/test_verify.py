@@ -5,8 +5,8 @@ Checked on the products of real training steps, forward and backward.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from agent.kernels import NumpyKernel
 from ps.capture import distribute
 from ps.executor import Executor
 from ps.jobs import Product
@@ -23,33 +24,20 @@ from ps.operands import Operand
 from ps.text import batches, read_text
 from ps.trainer import train
 from ps.verify import ROUNDING, random_vector, suspicious_rows, tolerance, wrong_blocks
+from testbed.bench.verification import MOST_BLOCKS, Enough, Here, Honest, Lying, random_tiles
 
 Array = NDArray[np.float32]
-
-
-class Here:
-    """An engine that computes every product at once and shows it to somebody."""
-
-    def __init__(self, look: Callable[[Product], None]) -> None:
-        self._look = look
-
-    def submit(self, *products: Product) -> None:
-        for product in products:
-            np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
-            self._look(product)
-            product.done()
-
-    def forget(self, operands: object) -> None:
-        pass
-
-    def collect(self, done: SimpleQueue[int]) -> list[int]:
-        return [done.get()]
 
 
 def watch(model_name: str, steps: int, look: Callable[[Product], None]) -> None:
     torch.manual_seed(1)
     model = build_model(model_config(model_name))
-    forward = distribute(model, Executor(Here(look)).run)
+
+    def compute(product: Product) -> None:
+        np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
+        look(product)
+
+    forward = distribute(model, Executor(Here(compute)).run)
     data = batches(read_text("stdlib"), steps, 8, 32, seed=1)
     train(model, forward, data, seed=1, learning_rate=1e-3, weight_decay=0.01)
 
@@ -136,6 +124,32 @@ def test_right_products_of_any_size_pass(b: int, m: int, n: int, q: int, seed: i
     assert not suspicious_rows(left, right, out, random_vector(q, seed)).any()
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 50))
+def test_no_column_is_hidden_by_a_small_factor(seed: int, count: int) -> None:
+    vector = random_vector(count, seed)
+    assert vector.dtype == np.float32
+    assert np.abs(vector).min() >= 0.5
+    assert np.abs(vector).max() <= 1.5
+
+
+def test_a_wrong_column_is_found_whatever_the_seed() -> None:
+    """A normally distributed vector had 3e-5 in this place with seed (1, 4): zeros passed for 15."""
+    rng = np.random.default_rng(3)
+    left, right = (rng.standard_normal((1, extent, 40), dtype=np.float32) for extent in (30, 20))
+    out = left @ right.transpose(0, 2, 1)
+    out[0, :16, 17] = 0
+    tiles = np.array([(0, 1, r, 15, c, 1) for r in (0, 15) for c in range(20)])
+    for seed in range(200):
+        assert wrong_blocks(left, right, out, tiles, (1, seed)) == [17, 37]
+
+
+def test_signs_and_magnitudes_of_the_vector_are_not_always_the_same() -> None:
+    vector = random_vector(10_000, 0)
+    assert 4_700 < (vector > 0).sum() < 5_300
+    assert len(np.unique(np.abs(vector))) > 9_900
+    assert abs(float(np.abs(vector).mean()) - 1) < 0.02
+
+
 def test_infinity_that_the_true_product_has_is_right_and_another_one_is_wrong() -> None:
     left, right = np.ones((1, 4, 8), np.float32), np.ones((1, 4, 8), np.float32)
     left[0, 1, 0] = np.inf
@@ -154,3 +168,55 @@ def test_an_operand_knows_nothing_of_its_check() -> None:
     a, b = rng.standard_normal((6, 9), dtype=np.float32), rng.standard_normal((9, 5), dtype=np.float32)
     left, right = Operand(a[None]), Operand(b.T[None])
     assert wrong_blocks(left.array, right.array, (a @ b)[None], np.array([(0, 1, 0, 6, 0, 5)]), seed=3) == []
+
+
+# ---- the benchmark that checks a million blocks
+
+
+@given(st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)), st.integers(0, 2**32 - 1))
+def test_random_tiles_tile_exactly(shape: tuple[int, int, int], seed: int) -> None:
+    times = np.zeros(shape, np.int8)
+    tiles = random_tiles(shape, np.random.default_rng(seed))
+    for b, bs, r, rs, c, cs in tiles.tolist():
+        times[b : b + bs, r : r + rs, c : c + cs] += 1
+    assert (times == 1).all()
+    assert len(tiles) <= MOST_BLOCKS
+
+
+def some_product(seed: int) -> Product:
+    rng = np.random.default_rng(seed)
+    left, right = (rng.standard_normal((2, extent, 40), dtype=np.float32) for extent in (30, 20))
+    return Product(Operand(left), Operand(right), np.full((2, 30, 20), np.nan, np.float32), lambda: None)
+
+
+def test_the_benchmark_counts_honest_blocks_and_would_count_wrong_ones() -> None:
+    class Wrong(NumpyKernel):
+        def product(self, left: Array, right: Array) -> Array:
+            return super().product(left, right) + np.float32(0.01)
+
+    for kernel, accused in ((NumpyKernel(), False), (Wrong(), True)):
+        honest = Honest([kernel], 100, np.random.default_rng(0))
+        with contextlib.suppress(Enough):
+            for seed in range(1000):
+                product = some_product(seed)
+                honest.compute(product)
+                truth = product.left.array @ product.right.array.transpose(0, 2, 1)
+                np.testing.assert_allclose(product.out, truth, atol=0.1)
+        assert 100 <= honest.blocks < 100 + MOST_BLOCKS
+        assert (honest.accused == honest.blocks) if accused else (honest.accused == 0)
+
+
+def test_the_benchmark_tells_lies_puts_right_what_is_caught_and_leaves_the_rest() -> None:
+    for small in (False, True):
+        lying = Lying(np.random.default_rng(0), small)
+        wrong = 0
+        for seed in range(100):
+            product = some_product(seed)
+            lying.compute(product)
+            truth = product.left.array @ product.right.array.transpose(0, 2, 1)
+            wrong += not np.array_equal(product.out, truth)
+        assert lying.told.total() == 100
+        assert wrong == 100 - lying.caught.total() - lying.same.total()
+        assert (wrong > 0) == small
+        assert lying.accused == 0
+        assert lying.largest_missed < 2 * ROUNDING * np.finfo(np.float32).eps * np.sqrt(40) / 0.01

@@ -40,7 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m testbed.bench", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
     parser.add_argument(
-        "--only", default="abcde", help="parts to run: a data plane, b step, c density, d rounds, e planning"
+        "--only",
+        default="abcde",
+        help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
     options = parser.parse_args()
@@ -90,6 +92,11 @@ def main() -> int:
 
         display.say("(e) planning: every product of OPT-13B over 1,024 and 8,192 devices; about 60 s")
         rows += _planning(raw.setdefault("planning", planning.measure()))
+    if "f" in options.only:
+        from testbed.bench import verification
+
+        display.say(f"(f) verification: {verification.BLOCKS:,} honest blocks of real training, then lies; minutes")
+        rows += _verification(raw.setdefault("verification", verification.measure(say=display.say)))
     if options.peers:
         peers = raw["peers"] = run_peers(progress=display.say)
         display.say("ours once more, beside the peers; about 15 s")
@@ -168,6 +175,34 @@ def _planning(result: dict[str, Any]) -> list[Row]:
         Row(f"(e) {what}", f"{1e3 * result[key]:.1f} ms", which, None, f"{1e3 * goal:.0f} ms", result[key] <= goal)
         for what, key, goal in goals
     ]
+
+
+def _verification(result: dict[str, Any]) -> list[Row]:
+    honest = f"{result['products']:,} products, difference at most {result['margin']:.2f} of what is allowed"
+    rows = [
+        Row(
+            f"(f) {result['blocks']:,} honest blocks",
+            f"{result['accused']} called wrong",
+            honest,
+            None,
+            "0",
+            not result["accused"],
+        )
+    ]
+    for which, lies in result["lies"].items():
+        told, caught, same = (sum(lies[key].values()) for key in ("told", "caught", "same_as_the_truth"))
+        difference = lies["loss_max_abs_diff"]
+        rows.append(
+            Row(
+                f"(f) {told} {which}",
+                f"{caught} caught",
+                f"{told - caught - same} missed, loss differs by {difference:.1e}",
+                None,
+                "the loss of the honest",
+                difference <= 1e-4 and not lies["honest_accused"],
+            )
+        )
+    return rows
 
 
 def _against_peers(peers: dict[str, dict[str, Any]], seconds: dict[str, float]) -> list[Row]:

@@ -1,0 +1,85 @@
+"""Programs and products that several tests with real processes use."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.jobs import Product
+from ps.operands import Operand
+from ps.planner import Plan
+from ps.server import Server
+
+if TYPE_CHECKING:
+    from conftest import Program, Start
+
+Array = NDArray[np.float32]
+LIMIT_S = 30.0
+FAST = ("--kernel", "numpy", "--down", "1 Gbit", "--up", "1 Gbit", "--latency", "0 ms")
+
+
+class Multiplication:
+    """A product on its way through a server."""
+
+    def __init__(
+        self, server: Server, shape: tuple[int, int, int, int], plan: Plan | None = None, seed: int = 0
+    ) -> None:
+        batch, rows, inner, columns = shape
+        rng = np.random.default_rng(seed)
+        self.left: Array = rng.standard_normal((batch, rows, inner), dtype=np.float32)
+        self.right: Array = rng.standard_normal((batch, inner, columns), dtype=np.float32)
+        self.out: Array = np.full((batch, rows, columns), np.nan, np.float32)
+        self.done = threading.Event()
+        self._server = server
+        server.submit(
+            Product(
+                left=Operand(self.left),
+                right=Operand(self.right.transpose(0, 2, 1)),
+                out=self.out,
+                done=self.done.set,
+                name=f"test {shape}",
+                plan=plan,
+            )
+        )
+
+    def check(self, limit_s: float = LIMIT_S) -> None:
+        """Complete in time, and what NumPy says."""
+        assert self.done.wait(limit_s), f"not complete after {limit_s} s; {self._server.totals}"
+        assert self._server.error is None
+        np.testing.assert_allclose(self.out, self.left @ self.right, rtol=1e-4, atol=1e-3)
+
+
+def grid(rows: int, columns: int, side: int, devices: list[int]) -> Plan:
+    """Squares, dealt out to the devices in turn."""
+    tiles = np.array([(0, 1, r, side, c, side) for r in range(0, rows, side) for c in range(0, columns, side)])
+    device = np.resize(np.array(devices), len(tiles))
+    return Plan(tiles=tiles, device=device, fresh=np.ones((len(tiles), 2), bool), makespan_s=0.0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def agents(start: Start, server: Server, count: int, *options: str) -> list[Program]:
+    """So many, all joined, in the order of their ids."""
+    programs = []
+    for index in range(count):
+        programs.append(start("agent", "--ps", server.address, "--name", f"agent-{index}", *FAST, *options))
+        programs[-1].expect("kernel")
+        assert server.wait_for_devices(index + 1, LIMIT_S)
+    return programs
+
+
+def pod(start: Start, server: Server, devices: int, links: str = "off") -> Program:
+    there, profile = server.devices, [50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]
+    fleet = {"profiles": [profile] * devices, "labels": [f"emulated-{i}" for i in range(devices)]}
+    program = start("emulator.pod", "--ps", server.address, "--links", links, stdin=json.dumps(fleet))
+    assert server.wait_for_devices(there + devices, LIMIT_S)
+    return program

@@ -1,0 +1,44 @@
+"""The real `cleave run` when all its pods are killed: it waits, says for what, and a real agent takes it to its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from conftest import Start
+
+RUN_LIMIT_S = 90.0
+CLEAVE = "import sys; from testbed.cli import main; sys.exit(main())"
+SMALL = ("--devices", "12", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+
+
+def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_of_plain_pytorch(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "8", "--results", str(tmp_path))
+    run.expect("step 1 of 8", RUN_LIMIT_S)
+    pods = psutil.Process(run.pid).children()
+    assert pods
+    for process in pods:
+        process.send_signal(signal.SIGKILL)
+    waiting = run.expect("waiting for a device that can go on", RUN_LIMIT_S)
+    assert "no device is there; gone are" in waiting
+    assert " and 9 others" in waiting
+    command = re.search(r"python -m (agent) (--ps) (tcp://\S+)$", waiting)
+    assert command is not None, waiting
+    fast = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
+    agent = start(*command.groups(), "--name", "rescuer", "--once", *fast)
+    assert run.wait(RUN_LIMIT_S) == 0, run.output
+    assert agent.wait() == 0
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["loss_max_abs_diff"] <= 1e-4
+    assert summary["flops_done"] == summary["flops_reference"]
+    assert list(summary["real_devices"]) == ["rescuer"]
+    assert summary["lost_devices"] == 12
