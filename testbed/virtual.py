@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.device import Devices
+from emulator.link import Links
 from ps.cost import BYTES
 from ps.dispatcher import Dispatcher
 from ps.events import (
@@ -69,12 +70,12 @@ class Work:
 class VirtualFleet:
     """`profiles`: every device that will ever join, in the order in which they do."""
 
-    def __init__(self, profiles: NDArray[np.void], planner: Planner | None = None) -> None:
+    def __init__(self, profiles: NDArray[np.void], planner: Planner | None = None, links: Links | None = None) -> None:
         self.now_s = 0.0
         self.joined = 0
         self._profiles = profiles
         self._dispatcher = Dispatcher(planner or Planner())
-        self._devices = Devices(profiles.copy())  # how fast they are; what they have said of themselves stays
+        self._devices = Devices(profiles.copy(), links)  # how fast they are; what they have said of themselves stays
 
     def join(self, count: int) -> Outcome:
         first, self.joined = self.joined, self.joined + count
