@@ -124,9 +124,7 @@ def read_rate_trace(path: Path) -> RateTrace:
         raise LinkTraceError(f"{path}: it cannot be unpacked: {error}") from None
     except OSError as error:
         raise LinkTraceError(f"{path}: it cannot be read: {error.strerror}") from None
-    lines = data.split(b"\n")
-    if not lines[-1].strip():
-        lines.pop()
+    lines = data.rstrip().split(b"\n") if data.strip() else []
     try:
         if any(len(line) > LONGEST_LINE for line in lines):
             raise ValueError("a line too long for an integer")

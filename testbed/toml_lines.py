@@ -1,8 +1,8 @@
 """Lines of TOML: on which one a key stands, for error messages, because tomllib does not keep it; and tables as text.
 
-Finding a key is a scan line by line, not a second parser: it follows table headers and `key = value`, and gives up quietly
-on what it does not understand (keys inside inline tables, text inside multi-line strings). A missing or odd line number makes a
-message a little worse, never a result wrong.
+Finding a key is a scan line by line, not a second parser: it follows table headers and `key = value`, and gives up
+quietly on what it does not understand (keys inside inline tables, text inside multi-line strings). A missing or odd
+line number makes a message a little worse, never a result wrong.
 """
 
 from __future__ import annotations
