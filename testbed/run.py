@@ -214,7 +214,7 @@ def make_fleet(asked: FleetSection, links: Links, seed: int) -> Fleet:
     return Fleet(profiles, names, names, {"published": count})
 
 
-def _links_as_joined(fleet: Fleet, labels: Sequence[str]) -> FleetLinks | None:
+def links_as_joined(fleet: Fleet, labels: Sequence[str]) -> FleetLinks | None:
     """The links of the devices in the order in which they joined; a real device's is plain."""
     if fleet.links is None:
         return None
@@ -298,7 +298,7 @@ def _distributed(
     predicted_s = None
     if scenario.links.kind != "off":
         with display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            links = _links_as_joined(fleet, server.labels)
+            links = links_as_joined(fleet, server.labels)
             predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent, links)
         display.say(f"a step should take {predicted_s:.2f} s (modelled)")
         events.write("predicted", step_s=predicted_s)
