@@ -200,6 +200,7 @@ class _Way:
         table = lines._table
         self._jitter_s, self._loss = table[f"jitter_{name}_s"], table[f"loss_{name}"]
         self._queue_s = table[f"queue_{name}_s"]
+        self._bloats = bool(self._queue_s.any())
         self._rates: list[tuple[int, RateTrace]] = [(number, getattr(trace, name)) for number, trace in lines._traces]
         self.free_s, self.busy_since_s, self.arrived_s = (np.zeros(len(table)) for _ in range(3))
         self.packets = np.zeros(len(table))  # opportunities of the trace that are taken
@@ -219,9 +220,9 @@ class _Way:
             if len(on):
                 out_s[on] = self._over(trace, device[on], ready_s[on], size_bytes[on], rate_bps[on])
         self.free_s[device] = out_s
-        since_s = np.where(ready_s > free_s, ready_s, self.busy_since_s[device])
-        self.busy_since_s[device] = since_s
-        late_s = self._late_s(device, out_s, out_s - since_s, size_bytes, rate_bps, latency_s)
+        if self._bloats:
+            self.busy_since_s[device] = np.where(ready_s > free_s, ready_s, self.busy_since_s[device])
+        late_s = self._late_s(device, out_s, size_bytes, rate_bps, latency_s)
         arrived_s: Seconds = np.maximum(out_s + latency_s + late_s, self.arrived_s[device])
         self.arrived_s[device] = arrived_s
         return arrived_s
@@ -240,23 +241,23 @@ class _Way:
         return out_s
 
     def _late_s(
-        self,
-        device: Indices,
-        out_s: Seconds,
-        busy_s: Seconds,
-        size_bytes: Indices,
-        rate_bps: Seconds,
-        latency_s: Seconds,
+        self, device: Indices, out_s: Seconds, size_bytes: Indices, rate_bps: Seconds, latency_s: Seconds
     ) -> Seconds:
         """What jitter, loss and a full line the other way add."""
         key, first = self._lines._table["key"][device], _DRAWS * self._count[device] + self._draw
         self._count[device] += 1
-        jitter_s = 2 * self._jitter_s[device] * uniforms(key, first)
-        round_trip_s = 2 * latency_s + np.minimum(busy_s, self._queue_s[device])
-        in_flight = np.ceil(rate_bps * round_trip_s / (8 * PACKET_BYTES))
-        packets = np.minimum(np.ceil(size_bytes / PACKET_BYTES), np.maximum(in_flight, 1.0))
-        again = repetitions(uniforms(key, first + 1), packets, self._loss[device])
-        late_s = jitter_s + again * round_trip_s + self.other._queued_s(device, out_s)
+        for_jitter, for_loss = uniforms(key, np.stack([first, first + 1]))
+        late_s: Seconds = 2 * self._jitter_s[device] * for_jitter
+        loss, packets = self._loss[device], np.ceil(size_bytes / PACKET_BYTES)
+        some = np.flatnonzero(for_loss > 1 - loss * packets)  # (1 - loss)^packets is no less: others lose nothing
+        if len(some):
+            busy_s = np.minimum(out_s[some] - self.busy_since_s[device[some]], self._queue_s[device[some]])
+            round_trip_s = 2 * latency_s[some] + busy_s
+            in_flight = np.ceil(rate_bps[some] * round_trip_s / (8 * PACKET_BYTES))
+            at_stake = np.minimum(packets[some], np.maximum(in_flight, 1.0))
+            late_s[some] += round_trip_s * repetitions(for_loss[some], at_stake, loss[some])
+        if self.other._bloats:
+            late_s += self.other._queued_s(device, out_s)
         return np.where(size_bytes > 0, late_s, 0.0)
 
     def _queued_s(self, device: Indices, at_s: Seconds) -> Seconds:
