@@ -19,6 +19,8 @@ Seconds = NDArray[np.float64]
 class Devices:
     def __init__(self, profiles: NDArray[np.void], links: Links | None = None) -> None:
         """Without `links` they are plain: a rate and a latency."""
+        if links is not None and len(links) != len(profiles):
+            raise ValueError(f"{len(links)} links for {len(profiles)} devices")
         self.profiles = profiles.copy()  # as they are now, see `slow`
         self._told = profiles
         self._lines = Lines(links or plain_links(len(profiles)))

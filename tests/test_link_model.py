@@ -208,6 +208,17 @@ def test_jitter_is_uniform_from_nothing_to_twice_its_figure(way: str) -> None:
     assert np.percentile(late_s, [10, 90]) == pytest.approx([0.001, 0.009], rel=0.15)
 
 
+def test_the_two_ways_of_a_link_have_chances_of_their_own() -> None:
+    both = {"jitter_down_s": 0.005, "jitter_up_s": 0.005, "loss_down": 0.2, "loss_up": 0.2}
+    down, up = (arrivals(links(**both), way, 500) for way in ("down", "up"))
+    assert abs(float(np.corrcoef(down, up)[0, 1])) < 0.15
+
+
+def test_as_many_links_as_devices_are_needed() -> None:
+    with pytest.raises(ValueError, match="2 links for 3 devices"):
+        Devices(PROFILES, plain_links(2))
+
+
 @pytest.mark.parametrize("way", ["down", "up"])
 def test_a_lost_packet_costs_a_round_trip(way: str) -> None:
     took = arrivals(links(**{f"loss_{way}": 0.1}), way, 4000)

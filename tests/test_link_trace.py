@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from agent.profile import Profile, pack_profiles
 from agent.wire import BLOCK, OUTER_MAJOR, PIECE, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
 from emulator.fleet import Fleet, draw_fleet
-from emulator.link import LINK, Lines, Links, device_keys
+from emulator.link import LINK, MOST_REPETITIONS, Lines, Links, device_keys, plain_links
 from emulator.link_trace import PACKET_BYTES, LinkTrace, LinkTraceError, RateTrace, read_link_trace, read_rate_trace
 from testbed.launch import Pods
 
@@ -172,14 +172,7 @@ def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> 
     profile = Profile(1e12, 0.0, trace.mean_bps, fast.mean_bps, 0.001, 1 << 30, 4)
     fleet = Fleet(pack_profiles([profile]), ["phone"], ["line"], {}, Links(table, (LinkTrace(trace, fast),)))
     size, count = 5_000, 1400
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 0
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        with Pods(fleet, 1, f"tcp://127.0.0.1:{port}", "model") as pods:
-            try:
-                due_s = _answers(router, size, count)
-            finally:
-                pods.end()
+    due_s = talk(fleet, 1, size, count)["phone/line/0"]
     moments_s = trace.moment(size * np.arange(1, count + 1) / PACKET_BYTES)  # by hand: nothing else takes time here
     assert np.diff(due_s) == pytest.approx(np.diff(moments_s), abs=0.0011)  # the fast uplink's millisecond
     assert due_s[0] == pytest.approx(moments_s[0] + 0.002, abs=0.0011)
@@ -189,40 +182,61 @@ def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> 
     assert len(done_bytes) == 3
 
 
-def _answers(router: zmq.Socket[bytes], size: int, count: int) -> NDArray[np.float64]:
-    """All sent at once to the only device; when each was due, in seconds after that, in order."""
-    cells = np.ones((1, 1, 1), np.float32)
-    due: list[int] = []
-    stamp_ns, deadline, identity = 0, time.monotonic() + LIMIT_S, b""
+def test_every_pod_is_told_the_links_of_its_own_devices() -> None:
+    """Three devices dealt to two pods; the second one loses nearly everything, and is late by all its repetitions."""
+    profile, links = Profile(1e12, 0.0, 1e9, 1e9, 0.005, 1 << 30, 4), plain_links(3)
+    links.table["loss_down"] = [0.0, 1 - 1e-9, 0.0]
+    fleet = Fleet(pack_profiles([profile] * 3), ["phone"] * 3, ["line"] * 3, {}, links)
+    due_s = talk(fleet, 2, size=1000, count=1)
+    lossy_s = due_s.pop("phone/line/1")
+    assert lossy_s[0] == pytest.approx(0.01 + MOST_REPETITIONS * 0.01, abs=0.001)
+    assert list(due_s) == ["phone/line/0", "phone/line/2"]
+    assert np.concatenate(list(due_s.values())) == pytest.approx([0.01, 0.01], abs=0.001)
 
-    def send(message: Message) -> None:
-        router.send_multipart([identity, *(bytes(frame) for frame in encode(message))])
 
-    while len(due) < count:
-        assert time.monotonic() < deadline, f"{len(due)} of {count} answers came"
-        if identity:
-            send(Heartbeat())
-        if not router.poll(20):
-            continue
-        identity, *frames = router.recv_multipart()
-        match decode(frames):
-            case Join():
-                send(Welcome(1.0, "test"))
-                stamp_ns = time.monotonic_ns()
-                pieces = [(0, OUTER_MAJOR, 1, 1, 1), (1, OUTER_MAJOR, 1, 1, 1)]
-                blocks = [(0, 0, number, 0, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1, size) for number in range(count)]
-                send(
-                    Work(
-                        stamp_ns,
-                        np.empty(0, np.uint32),
-                        np.array(pieces, dtype=PIECE),
-                        np.array(blocks, dtype=BLOCK),
-                        [cells.tobytes(), cells.tobytes()],
-                    )
-                )
-            case Result(answers=answers):
-                due += answers["due_ns"].tolist()
-    return (np.sort(due) - stamp_ns) / 1e9
+def talk(fleet: Fleet, pods: int, size: int, count: int) -> dict[str, NDArray[np.float64]]:
+    """So many blocks of so many bytes to each device, all sent at once by a server that the test plays: for each label,
+    how long after that its answers were due, in order."""
+    joined: dict[bytes, list[str]] = {}
+    stamp_ns: dict[bytes, int] = {}
+    due: dict[str, list[float]] = {label: [] for label in fleet.labels}
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def send(to: bytes, message: Message) -> None:
+            router.send_multipart([to, *(bytes(frame) for frame in encode(message))])
+
+        with Pods(fleet, pods, f"tcp://127.0.0.1:{port}", "model") as processes:
+            deadline = time.monotonic() + LIMIT_S
+            while any(len(answers) < count for answers in due.values()):
+                assert time.monotonic() < deadline, f"not all answers came: {due}"
+                for each in joined:
+                    send(each, Heartbeat())
+                if not router.poll(20):
+                    processes.check()
+                    continue
+                identity, *frames = router.recv_multipart()
+                match decode(frames):
+                    case Join(labels=labels):
+                        joined[identity], stamp_ns[identity] = labels, time.monotonic_ns()
+                        send(identity, Welcome(1.0, "test"))
+                        send(identity, _work(stamp_ns[identity], len(labels), size, count))
+                    case Result(answers=answers):
+                        for device, at_ns in zip(answers["device"].tolist(), answers["due_ns"].tolist(), strict=True):
+                            due[joined[identity][device]].append((at_ns - stamp_ns[identity]) / 1e9)
+            processes.end()
+    return {label: np.sort(answers) for label, answers in due.items()}
+
+
+def _work(stamp_ns: int, devices: int, size: int, count: int) -> Work:
+    cell = np.ones(1, np.float32).tobytes()
+    pieces = [(0, OUTER_MAJOR, 1, 1, 1), (1, OUTER_MAJOR, 1, 1, 1)]
+    keys = [(device, number) for number in range(count) for device in range(devices)]
+    blocks = [(device, 0, block, 0, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1, size) for block, (device, _) in enumerate(keys)]
+    return Work(
+        stamp_ns, np.empty(0, np.uint32), np.array(pieces, dtype=PIECE), np.array(blocks, dtype=BLOCK), [cell, cell]
+    )
 
 
 # ---- files
