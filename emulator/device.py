@@ -1,7 +1,8 @@
 """Emulated devices: download queue -> compute -> upload queue, the three overlapping.
 
 A device's state is three moments: when its downlink, its processor and its uplink will be free. A block takes each in
-turn. Pure, and vectorised over the devices of a pod: thousands of devices are a few arrays.
+turn; what the links add to that is said in `emulator.link`. Pure, and vectorised over the devices of a pod: thousands
+of devices are a few arrays.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from emulator.link import transfer
+from emulator.link import Lines, Links, plain_links
 from emulator.performance import compute_seconds
 
 Seconds = NDArray[np.float64]
 
 
 class Devices:
-    def __init__(self, profiles: NDArray[np.void]) -> None:
+    def __init__(self, profiles: NDArray[np.void], links: Links | None = None) -> None:
+        """Without `links` they are plain: a rate and a latency."""
+        if links is not None and len(links) != len(profiles):
+            raise ValueError(f"{len(links)} links for {len(profiles)} devices")
         self.profiles = profiles.copy()  # as they are now, see `slow`
         self._told = profiles
-        self._downlink_free_s = np.zeros(len(profiles))
+        self._lines = Lines(links or plain_links(len(profiles)))
         self._processor_free_s = np.zeros(len(profiles))
-        self._uplink_free_s = np.zeros(len(profiles))
 
     def slow(self, devices: list[int], factor: float) -> None:
         """So many times slower than they said, from now on, in computing and both ways of the link."""
@@ -31,8 +34,8 @@ class Devices:
 
     def forget(self, devices: list[int]) -> None:
         """What they had to do is void: they begin anew."""
-        for free_s in (self._downlink_free_s, self._processor_free_s, self._uplink_free_s):
-            free_s[devices] = 0.0
+        self._lines.forget(devices)
+        self._processor_free_s[devices] = 0.0
 
     def schedule(
         self,
@@ -44,20 +47,21 @@ class Devices:
     ) -> tuple[Seconds, Seconds]:
         """Blocks that the server sent at `sent_s`, in their order: when each answer is back there, and its computing
         time. A device may have several of them; they queue."""
-        due_s, compute_s = np.empty(len(device)), np.empty(len(device))
-        for wave in waves(device):
+        due_s, compute_s, arrived_s = np.empty(len(device)), np.empty(len(device)), np.empty(len(device))
+        turns = waves(device)
+        for wave in turns:  # all downloads first: answers go up while later blocks come down
+            d = device[wave]
+            profile, sent = self.profiles[d], np.full(len(d), sent_s)
+            arrived_s[wave] = self._lines.down.send(
+                d, sent, down_bytes[wave], profile["down_bps"], profile["latency_s"]
+            )
+        for wave in turns:
             d = device[wave]
             profile = self.profiles[d]
-            latency_s = profile["latency_s"]
-            sent = np.full(len(d), sent_s)
-            downloaded = transfer(sent, self._downlink_free_s[d], down_bytes[wave], profile["down_bps"])
-            self._downlink_free_s[d] = downloaded
             compute_s[wave] = compute_seconds(profile, flops[wave])
-            computed = np.maximum(downloaded + latency_s, self._processor_free_s[d]) + compute_s[wave]
+            computed = np.maximum(arrived_s[wave], self._processor_free_s[d]) + compute_s[wave]
             self._processor_free_s[d] = computed
-            uploaded = transfer(computed, self._uplink_free_s[d], up_bytes[wave], profile["up_bps"])
-            self._uplink_free_s[d] = uploaded
-            due_s[wave] = uploaded + latency_s
+            due_s[wave] = self._lines.up.send(d, computed, up_bytes[wave], profile["up_bps"], profile["latency_s"])
         return due_s, compute_s
 
 

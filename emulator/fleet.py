@@ -11,6 +11,10 @@ The line of a household, with u its quantile, the same for both directions (a go
 
 so that the 10th, 50th and 90th percentile of the fleet are those of the measured households.
 Assumes that kind, network and quality of the line are independent, and that half a round trip is one way.
+
+A device whose network has a trace says the trace's mean as its rate, and begins somewhere in the trace. With "full"
+effects a link has its network's jitter and loss, half of the lost round trips each way; what a profile does not know is
+not there. Its buffer fills only if all of the line is lent: a guest that is held to a part leaves it empty.
 """
 
 from __future__ import annotations
@@ -20,14 +24,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent.profile import MAX_RATE, PROFILE, check_profiles
-from emulator.zoo import RateSpread, load_device, load_network
+from emulator.link import LINK, NO_TRACE, Links, device_keys, uniforms
+from emulator.link_trace import LinkTrace
+from emulator.zoo import Network, RateSpread, load_device, load_network
 
 CREDIT_BLOCKS = 4  # one being downloaded, one computed, one uploaded, one ahead
+NO_TRACES: Mapping[str, LinkTrace] = MappingProxyType({})
+_OFFSET_DRAW = 2**62  # the number, in a device's random sequence, that no transfer reaches
 _Z_LIMIT = 2.33
 _Z_P90 = 1.2816
 
@@ -38,9 +48,16 @@ class Fleet:
     device_names: list[str]  # of each device
     network_names: list[str]
     basis: Mapping[str, int]  # devices whose speed is measured, published, estimate
+    links: Links | None = None  # what they have beyond rate and latency; None: nothing
 
     def __len__(self) -> int:
         return len(self.device_names)
+
+    @property
+    def labels(self) -> list[str]:
+        """What each device is called when it joins."""
+        names = zip(self.device_names, self.network_names, strict=True)
+        return [f"{device}/{network}/{number}" for number, (device, network) in enumerate(names)]
 
 
 def draw_fleet(
@@ -49,9 +66,11 @@ def draw_fleet(
     network_shares: Mapping[str, float],
     seed: int,
     line_share: float = 1.0,
+    effects: Literal["rates", "full"] = "rates",
+    traces: Mapping[str, LinkTrace] = NO_TRACES,
 ) -> Fleet:
     """`count` devices; shares are weights and need not add up to one. The order of the shares does not matter.
-    `line_share` is the part of its line's rates that a household lends."""
+    `line_share` is the part of its line's rates that a household lends. `traces` are of networks, by name."""
     if count < 1:
         raise ValueError(f"a fleet needs at least 1 device, not {count}")
     uniform = np.random.Generator(np.random.PCG64(seed)).random((count, 3))
@@ -60,12 +79,16 @@ def draw_fleet(
     kinds = [load_device(name) for name in kind_names]
     lines = [load_network(name) for name in line_names]
     z = _normal_quantile(uniform[:, 2])
+    links = _draw_links(lines, line_of, seed, line_share, effects, traces)
 
     profiles = np.empty(count, dtype=PROFILE)
     profiles["flops"] = np.array([kind.flops for kind in kinds])[kind_of]
     profiles["overhead_s"] = np.array([kind.overhead_s for kind in kinds])[kind_of]
-    profiles["down_bps"] = line_share * _household_rates([line.down for line in lines], line_of, z)
-    profiles["up_bps"] = line_share * _household_rates([line.up for line in lines], line_of, z)
+    for way in ("down", "up"):
+        rates = _household_rates([getattr(line, way) for line in lines], line_of, z)
+        for number, trace in enumerate(links.traces):
+            rates[links.table["trace"] == number] = getattr(trace, way).mean_bps
+        profiles[f"{way}_bps"] = line_share * rates
     profiles["latency_s"] = np.array([line.rtt_s / 2 for line in lines])[line_of]
     profiles["memory_bytes"] = np.array([kind.budget_bytes for kind in kinds])[kind_of]
     profiles["credit_blocks"] = CREDIT_BLOCKS
@@ -75,7 +98,34 @@ def draw_fleet(
         device_names=[kind_names[i] for i in kind_of],
         network_names=[line_names[i] for i in line_of],
         basis=dict(Counter(kinds[i].basis for i in kind_of)),
+        links=links,
     )
+
+
+def _draw_links(
+    lines: Sequence[Network],
+    line_of: NDArray[np.intp],
+    seed: int,
+    line_share: float,
+    effects: Literal["rates", "full"],
+    traces: Mapping[str, LinkTrace],
+) -> Links:
+    used = [line.name for line in lines if line.name in traces]
+    rows = np.zeros(len(lines), dtype=LINK)
+    rows["trace"] = [used.index(line.name) if line.name in traces else NO_TRACE for line in lines]
+    rows["offset_s"] = [traces[line.name].down.length_s if line.name in traces else 0.0 for line in lines]
+    if effects == "full":
+        rows["jitter_down_s"] = [line.jitter_s or 0.0 for line in lines]
+        rows["jitter_up_s"] = [line.jitter_up_s or 0.0 for line in lines]
+        rows["loss_down"] = rows["loss_up"] = [1 - math.sqrt(1 - (line.loss or 0.0)) for line in lines]
+        if line_share == 1.0:
+            rows["queue_down_s"] = [max(0.0, (line.rtt_loaded_down_s or 0.0) - line.rtt_s) for line in lines]
+            rows["queue_up_s"] = [max(0.0, (line.rtt_loaded_up_s or 0.0) - line.rtt_s) for line in lines]
+    table = rows[line_of]
+    devices = np.arange(len(line_of))
+    table["key"] = device_keys(seed, devices)
+    table["offset_s"] *= uniforms(table["key"], np.full(len(devices), _OFFSET_DRAW))
+    return Links(table, tuple(traces[name] for name in used))
 
 
 # The fleets of the Cleave authors' evaluation (their public code, netsys-edinburgh/wasp): uniform between these

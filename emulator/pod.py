@@ -36,6 +36,7 @@ from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Resu
 from emulator.clock import Clock, WallClock
 from emulator.device import Devices
 from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
+from emulator.link import Links, links_from_json
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,11 @@ class Pod:
         orders: Orders,
         absent: Iterable[int] = (),
         tell: Callable[[str], None] = print,
+        links: Links | None = None,
     ) -> None:
         """`absent` devices are not there at first; an order may make them join."""
         self._profiles, self._labels = profiles, labels
-        self._devices = Devices(profiles)
+        self._devices = Devices(profiles, links)
         self._roster = Roster(len(profiles), absent)
         self._modelled = modelled
         self._clock = clock
@@ -384,7 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
     fleet: dict[str, Any] = json.loads(orders.first_line())
     profiles = np.array([tuple(row) for row in fleet["profiles"]], dtype=PROFILE)
     absent = fleet.get("absent", ())
-    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock(), orders, absent, tell)
+    links = links_from_json(fleet, len(profiles))
+    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock(), orders, absent, tell, links)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True

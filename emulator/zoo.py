@@ -20,6 +20,10 @@ from agent.errors import UserError
 from agent.units import parse_duration, parse_flops, parse_rate, parse_size
 
 KINDS = ("phone", "tablet", "board", "laptop", "mini-pc")
+TECHNOLOGIES = (
+    *("adsl", "fttc", "gfast", "cable", "fibre", "fixed-wireless", "satellite", "lte", "5g", "wifi"),
+    "mixed",  # several, or not said
+)
 BASES = ("measured", "published", "estimate")  # where a figure comes from, best first
 
 Parsed = TypeVar("Parsed")
@@ -62,6 +66,8 @@ class RateSpread:
 class Network:
     name: str
     title: str
+    technology: str  # one of TECHNOLOGIES
+    country: str  # ISO 3166 code, "world" or "unknown"
     samples: int | None  # behind the percentiles, where there are any
     basis: str  # of the rates
     down: RateSpread
@@ -119,6 +125,8 @@ def parse_network(name: str, text: str) -> Network:
     network = Network(
         name=name,
         title=table.take("title", _text),
+        technology=table.take("technology", _one_of(TECHNOLOGIES)),
+        country=table.take("country", _text),
         samples=table.find("samples", _positive_count),
         basis=table.take("basis", _one_of(BASES)),
         down=table.take("down", _rate_spread),

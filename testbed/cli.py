@@ -22,7 +22,9 @@ app = typer.Typer(
 
 
 trace_app = typer.Typer(
-    help="Traces of availability: when each device is there.", no_args_is_help=True, rich_markup_mode=None
+    help="Traces: when devices are there (inspect), what their links carry (link).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(trace_app, name="trace")
 
@@ -281,6 +283,43 @@ def inspect(
 
     console = Console(highlight=False)
     inspection.print_trace(console if console.is_terminal else Console(highlight=False, width=100), trace)
+
+
+@trace_app.command()
+def link(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Traces of one direction each, or the prefix of a pair.")
+    ],
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """What traces of a link hold: its rate over time, direction by direction.
+
+    A trace is in mahimahi's format: one integer a line, the millisecond at which one packet of 1,500 bytes may pass.
+    The last line is its length; after it the trace begins again. Files may be compressed (.gz). A scenario names a
+    pair, PREFIX.down and PREFIX.up, in [links.traces].
+
+    \b
+      cleave trace link drive.down drive.up
+      cleave trace link drive
+      cleave trace link drive --format json
+
+    Exit code 0: read. 2: a file or an option is wrong; one line says where and why.
+    """
+    from testbed import link_inspect
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    traces = link_inspect.read_directions(files)
+    if format == "json":
+        import json
+
+        print(json.dumps(link_inspect.as_json(traces)))
+        return
+
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    link_inspect.print_directions(console if console.is_terminal else Console(highlight=False, width=100), traces)
 
 
 def main() -> None:

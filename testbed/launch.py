@@ -20,6 +20,7 @@ import psutil
 
 from agent.errors import Failure
 from emulator.fleet import Fleet
+from emulator.link import links_to_json
 
 
 class LaunchError(Failure):
@@ -36,7 +37,7 @@ class Pods:
         self._count = count
         self._outbox: list[bytes] = []
         self._inbox: list[bytes] = []
-        labels = [f"{d}/{n}/{i}" for i, (d, n) in enumerate(zip(fleet.device_names, fleet.network_names, strict=True))]
+        labels = fleet.labels
         away = set(absent)
         try:
             for pod in range(min(count, len(fleet))):
@@ -59,6 +60,8 @@ class Pods:
                     "labels": labels[mine],
                     "absent": [at for at, device in enumerate(range(len(fleet))[mine]) if device in away],
                 }
+                if fleet.links is not None:
+                    part |= links_to_json(fleet.links.take(mine))
                 process.stdin.write(json.dumps(part).encode() + b"\n")
                 process.stdin.flush()
                 os.set_blocking(process.stdin.fileno(), False)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from agent.errors import Failure
 from emulator.device import Devices
+from emulator.link import Links
 from ps.dispatcher import Dispatcher
 from ps.events import (
     BlocksReturned,
@@ -46,9 +47,10 @@ def predict_step(
     profiles: NDArray[np.void],
     planner: Planner,
     absent: Sequence[int] = (),
+    links: Links | None = None,
 ) -> float:
     """Modelled seconds of `step`, whose products go through `executor`; without the `absent` ones of the devices."""
-    fleet = ModelledFleet(profiles, planner, absent)
+    fleet = ModelledFleet(profiles, planner, absent, links)
     real, executor.engine = executor.engine, fleet
     try:
         step()
@@ -61,11 +63,13 @@ def predict_step(
 class ModelledFleet:
     """An executor's engine in virtual time."""
 
-    def __init__(self, profiles: NDArray[np.void], planner: Planner, absent: Sequence[int] = ()) -> None:
+    def __init__(
+        self, profiles: NDArray[np.void], planner: Planner, absent: Sequence[int] = (), links: Links | None = None
+    ) -> None:
         self._dispatcher = Dispatcher(planner)
         self._dispatcher.handle(DevicesJoined(0, profiles))
         self._dispatcher.handle(DevicesLeft(list(absent)))
-        self._devices = Devices(profiles)
+        self._devices = Devices(profiles, links)
         self._products: dict[int, Product] = {}
         self._answers: list[tuple[float, int, int, int, int]] = []  # heap: due, sequence, device, job, block
         self._ids, self._sequence = itertools.count(), itertools.count()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from agent.errors import Failure, UserError
 from emulator import fidelity
 from emulator.fleet import Fleet, draw_fleet, uniform_fleet
+from emulator.link import Links as FleetLinks
+from emulator.link_trace import read_link_trace
 from ps.capture import distribute
 from ps.executor import Executor
 from ps.models import build_model, model_config
@@ -44,7 +47,7 @@ from testbed.results import (
     write_steps,
     write_summary,
 )
-from testbed.scenario import FleetSection, Scenario, dump_scenario
+from testbed.scenario import FleetSection, Links, Scenario, dump_scenario
 
 LOSS_TOLERANCE = 1e-4
 JOIN_TIMEOUT_S = 120.0
@@ -61,7 +64,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     _check_sizes(config, scenario)
     data = batches(text, scenario.training.steps, scenario.data.batch, scenario.data.sequence, scenario.seed)
     asked = scenario.fleet
-    fleet = make_fleet(asked, scenario.seed)
+    fleet = make_fleet(asked, scenario.links, scenario.seed)
     cores = os.cpu_count() or 1
     pod_count = min(len(fleet), cores if asked.pods == "auto" else asked.pods)
     faults = plan_faults(scenario.faults, fleet.network_names, pod_count, scenario.seed)
@@ -102,7 +105,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
                 display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
                 events.write("joined", devices=server.devices)
                 reference, reference_weights, flops_reference = _reference(scenario, config, data, display)
-                trained = _distributed(scenario, config, data, server, planner, pods, injector, display, events)
+                trained = _distributed(scenario, config, data, server, planner, pods, fleet, injector, display, events)
                 executor, steps, weights, rows, predicted_s = trained
                 memory_bytes = psutil.Process().memory_info().rss + pods.memory_bytes()
             finally:
@@ -201,13 +204,22 @@ def _recovery(server: Server) -> dict[str, float]:
     }
 
 
-def make_fleet(asked: FleetSection, seed: int) -> Fleet:
+def make_fleet(asked: FleetSection, links: Links, seed: int) -> Fleet:
     if asked.uniform is None:
-        return draw_fleet(asked.devices, asked.kinds, asked.networks, seed, asked.line_share)
+        traces = {network: read_link_trace(prefix) for network, prefix in links.traces.items()}
+        return draw_fleet(asked.devices, asked.kinds, asked.networks, seed, asked.line_share, links.effects, traces)
     count = asked.devices
     names: list[str] = [asked.uniform] * count
     profiles = uniform_fleet(asked.uniform, count, seed, asked.line_share)
     return Fleet(profiles, names, names, {"published": count})
+
+
+def links_as_joined(fleet: Fleet, labels: Sequence[str]) -> FleetLinks | None:
+    """The links of the devices in the order in which they joined; a real device's is plain."""
+    if fleet.links is None:
+        return None
+    number = {label: device for device, label in enumerate(fleet.labels)}
+    return fleet.links.take([number.get(label, -1) for label in labels])
 
 
 def _check_sizes(config: Any, scenario: Scenario) -> None:
@@ -272,6 +284,7 @@ def _distributed(
     server: Server,
     planner: Planner,
     pods: Pods,
+    fleet: Fleet,
     injector: Injector,
     display: Display,
     events: EventLog,
@@ -292,7 +305,8 @@ def _distributed(
     predicted_s = None
     if scenario.links.kind != "off":
         with display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent)
+            links = links_as_joined(fleet, server.labels)
+            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent, links)
         display.say(f"a step should take {predicted_s:.2f} s (modelled)")
         events.write("predicted", step_s=predicted_s)
     rows: list[dict[str, Any]] = []

@@ -23,8 +23,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from agent.errors import UserError
 from agent.units import parse_duration
+from emulator.link_trace import read_link_trace
 from emulator.zoo import load_device, load_network
-from testbed.toml_lines import KeyPath, line_of_each_key, parse_key, split_syntax_error
+from testbed.toml_lines import KeyPath, line_of_each_key, lines_of_table, parse_key, split_syntax_error
 
 # a key, and those of its section that it replaces
 _INSTEAD = {
@@ -64,6 +65,11 @@ def _known_network(name: str) -> str:
     return load_network(name).name
 
 
+def _link_trace(prefix: str) -> str:
+    read_link_trace(prefix)
+    return prefix
+
+
 def _duration(text: str) -> str:
     parse_duration(text)
     return text
@@ -92,6 +98,7 @@ Duration = Annotated[str, AfterValidator(_duration)]  # stays as it was written
 Rate = Annotated[str, AfterValidator(_rate)]
 Part = Annotated[str, AfterValidator(_part)]
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TracePrefix = Annotated[str, AfterValidator(_link_trace)]  # of two files, .down and .up
 FilePath = Annotated[str, AfterValidator(_existing_file)]
 TextPath = Annotated[str, AfterValidator(_existing_file_or_stdlib)]
 DeviceName = Annotated[str, AfterValidator(_known_device)]
@@ -162,6 +169,8 @@ class PlannerSection(_Section):
 
 class Links(_Section):
     kind: Literal["model", "off"] = "model"
+    effects: Literal["rates", "full"] = "full"  # a rate and a latency; or jitter, loss and bufferbloat too
+    traces: dict[NetworkName, TracePrefix] = Field(default_factory=dict)  # networks whose rates change
 
 
 class ClockSection(_Section):
@@ -282,6 +291,16 @@ class Scenario(_Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _traces_that_are_used(self) -> Scenario:
+        for network in self.links.traces:
+            if network not in self.fleet.networks:
+                raise ValueError(
+                    f'[links.traces] names "{network}", which no device has; [fleet.networks] has '
+                    f"{', '.join(self.fleet.networks) or 'none'}"
+                )
+        return self
+
     @field_validator("name")
     @classmethod
     def _fit_for_a_folder(cls, name: str) -> str:
@@ -360,8 +379,11 @@ def _read(path_or_name: str) -> tuple[str, str, Path, str]:
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
-    for section, key in (("model", "config"), ("data", "text"), ("churn", "trace")):
-        table = values.get(section)
+    links = values.get("links")
+    traces = links.get("traces") if isinstance(links, dict) else None
+    paths = [(values.get(section), key) for section, key in (("model", "config"), ("data", "text"), ("churn", "trace"))]
+    paths += [(traces, network) for network in traces] if isinstance(traces, dict) else []
+    for table, key in paths:
         if isinstance(table, dict) and isinstance(table.get(key), str) and table[key] != "stdlib":
             table[key] = str(folder / Path(table[key]).expanduser())
 
@@ -466,29 +488,4 @@ def _fields_of(table: Iterable[object]) -> list[str]:
 
 def dump_scenario(scenario: Scenario) -> str:
     """The resolved scenario as TOML: every key present, loads back to the same scenario."""
-    return "\n".join(_lines(scenario.model_dump(exclude_none=True), ())) + "\n"
-
-
-def _lines(table: Mapping[str, Any], path: KeyPath) -> Iterable[str]:
-    for key, value in table.items():
-        if not isinstance(value, Mapping | list):
-            yield f"{_quote_key(key)} = {_quote(value)}"
-    for key, value in table.items():
-        name = ".".join(_quote_key(part) for part in (*path, key))
-        if isinstance(value, Mapping):
-            yield f"\n[{name}]"
-            yield from _lines(value, (*path, key))
-        elif isinstance(value, list):  # of tables
-            for item in value:
-                yield f"\n[[{name}]]"
-                yield from _lines(item, (*path, key))
-
-
-def _quote_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
-
-
-def _quote(value: str | float | bool) -> str:
-    if isinstance(value, str):  # JSON's text is TOML's, except that TOML wants DEL escaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return "\n".join(lines_of_table(scenario.model_dump(exclude_none=True))) + "\n"

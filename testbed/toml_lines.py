@@ -1,15 +1,17 @@
-"""On which line of a TOML text a key stands: for error messages, because tomllib does not keep it.
+"""Lines of TOML: on which one a key stands, for error messages, because tomllib does not keep it; and tables as text.
 
-A scan line by line, not a second parser: it follows table headers and `key = value`, and gives up quietly on what it
-does not understand (keys inside inline tables, text inside multi-line strings). A missing or odd line number makes a
-message a little worse, never a result wrong.
+Finding a key is a scan line by line, not a second parser: it follows table headers and `key = value`, and gives up
+quietly on what it does not understand (keys inside inline tables, text inside multi-line strings). A missing or odd
+line number makes a message a little worse, never a result wrong.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 KeyPath = tuple[str, ...]
@@ -65,3 +67,29 @@ def split_syntax_error(error: tomllib.TOMLDecodeError, text: str) -> tuple[int, 
     line = int(place["line"]) if place and place["line"] else last_line
     reason = _PLACE.sub("", message)
     return line, reason[:1].lower() + reason[1:]
+
+
+def lines_of_table(table: Mapping[str, Any], path: KeyPath = ()) -> Iterable[str]:
+    """A table as TOML, one that lies under `path`."""
+    for key, value in table.items():
+        if not isinstance(value, Mapping | list):
+            yield f"{_quote_key(key)} = {_quote(value)}"
+    for key, value in table.items():
+        name = ".".join(_quote_key(part) for part in (*path, key))
+        if isinstance(value, Mapping):
+            yield f"\n[{name}]"
+            yield from lines_of_table(value, (*path, key))
+        elif isinstance(value, list):  # of tables
+            for item in value:
+                yield f"\n[[{name}]]"
+                yield from lines_of_table(item, (*path, key))
+
+
+def _quote_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote(key)
+
+
+def _quote(value: str | float | bool) -> str:
+    if isinstance(value, str):  # JSON's text is TOML's, except that TOML wants DEL escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)

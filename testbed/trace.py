@@ -112,9 +112,9 @@ def plot(trace: Trace, width: int, glyphs: str = EIGHTHS) -> list[str]:
     shares = trace.availability(columns)
     top = float(shares.max())
     lines = []
-    for number, bars in enumerate(_bars(shares / top, ROWS, glyphs)):
+    for number, row in enumerate(bars(shares / top, ROWS, glyphs)):
         label = f"{100 * top * (ROWS - number) / ROWS:.1f}%" if number % 2 == 0 else ""
-        lines.append(f"{label:>{margin - 1}} {bars}".rstrip())
+        lines.append(f"{label:>{margin - 1}} {row}".rstrip())
     middle, end = format_duration(trace.duration_s / 2), format_duration(trace.duration_s)
     left = columns // 2 - len(middle) // 2
     roomy = columns >= len(middle) + 2 * len(end) + 6
@@ -122,7 +122,7 @@ def plot(trace: Trace, width: int, glyphs: str = EIGHTHS) -> list[str]:
     return [*lines, " " * margin + axis + end.rjust(columns - len(axis))]
 
 
-def _bars(heights: Floats, rows: int, glyphs: str) -> list[str]:
+def bars(heights: Floats, rows: int, glyphs: str) -> list[str]:
     """Columns of heights 0 to 1, from the top row to the bottom one. What is not 0 is seen."""
     steps = len(glyphs) - 1
     filled = np.ceil(np.round(heights * rows * steps, 6)).astype(int)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from agent.errors import Failure
 from agent.profile import Profile, pack_profiles
 from emulator.fleet import uniform_fleet
+from emulator.link import MOST_REPETITIONS, Links, plain_links
 from ps.capture import distribute, prepare
 from ps.cost import block_seconds, chunk_length, usable_bytes
 from ps.executor import Executor, Spent
@@ -26,6 +28,8 @@ from ps.operands import Operand
 from ps.planner import Plan, Planner
 from ps.trainer import gradients
 from testbed.predict import ModelledFleet, predict_step
+from testbed.run import links_as_joined, make_fleet
+from testbed.scenario import load_scenario
 
 TOKENS = torch.randint(0, 29, (8, 7), generator=torch.Generator().manual_seed(0))
 SLOW_LINES = 1e-3  # of the lines of the uniform fleets: modelled seconds, beside which the work of this host is nothing
@@ -193,13 +197,13 @@ def test_on_one_device_the_step_is_no_longer_than_one_whole_block_after_the_othe
 # ---- one product on one device: exactly the cost model
 
 
-def one_block_seconds(profile: Profile, rows: int, inner: int, columns: int) -> float:
+def one_block_seconds(profile: Profile, rows: int, inner: int, columns: int, links: Links | None = None) -> float:
     rng = np.random.default_rng(0)
     left = rng.standard_normal((1, rows, inner), dtype=np.float32)
     right = rng.standard_normal((1, columns, inner), dtype=np.float32)
     out = np.full((1, rows, columns), np.nan, np.float32)
     done: SimpleQueue[int] = SimpleQueue()
-    fleet = ModelledFleet(pack_profiles([profile]), Planner())
+    fleet = ModelledFleet(pack_profiles([profile]), Planner(), links=links)
     tile = np.array([[0, 1, 0, rows, 0, columns]])
     plan = Plan(tiles=tile, device=np.array([0]), fresh=np.ones((1, 2), bool), makespan_s=0.0)
     fleet.submit(Product(Operand(left), Operand(right), out, lambda: done.put(7), plan=plan))
@@ -223,6 +227,32 @@ def test_a_block_takes_what_the_cost_model_says(device: Profile, streamed: bool)
     expected = float(block_seconds(profiles, 1, *shape, None, -(-3000 // chunk))[0])
     assert expected > 40  # seconds of virtual time, in a few milliseconds of ours
     assert one_block_seconds(device, *shape) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_block_over_a_lossy_line_takes_the_repetitions_too() -> None:
+    links = plain_links(1)
+    links.table["loss_up"] = 1 - 1e-9
+    plain_s, lossy_s = (one_block_seconds(DEVICE, 16, 3000, 24, each) for each in (None, links))
+    round_trip_s = 2 * DEVICE.latency_s
+    assert lossy_s - plain_s == pytest.approx(MOST_REPETITIONS * round_trip_s, rel=0.02)
+
+
+def test_a_prediction_knows_each_device_s_link_in_whatever_order_they_joined(tmp_path: Path) -> None:
+    for way in ("down", "up"):
+        (tmp_path / f"drive.{way}").write_text("10\n", encoding="utf-8")
+    scenario = load_scenario("quickstart", {"fleet.devices": "40", "links.traces.uk-ftth": str(tmp_path / "drive")})
+    fleet = make_fleet(scenario.fleet, scenario.links, scenario.seed)
+    assert fleet.links is not None
+    order = [31, 7, 20]
+    joined = links_as_joined(fleet, [*(fleet.labels[device] for device in order), "somebody's phone"])
+    assert joined is not None
+    assert joined.table[:3].tolist() == fleet.links.table[order].tolist()
+    assert joined.table[3].tolist() == plain_links(1).table[0].tolist()
+    assert joined.traces[0].down.at_ms.tolist() == [10]
+    traced = [name == "uk-ftth" for name in fleet.network_names]
+    assert (fleet.links.table["trace"] == 0).tolist() == traced
+    assert fleet.profiles["up_bps"][traced] == pytest.approx(scenario.fleet.line_share * 1.2e6)
+    assert fleet.links.table["jitter_up_s"].any()
 
 
 def test_what_the_server_computes_itself_counts_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import re
 import tomllib
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,6 +112,63 @@ def test_a_mistake_is_told_with_file_line_and_remedy(
     (told,) = str(caught.value).splitlines()  # one mistake, one line
     assert told.startswith(f"mine.toml, line {line_of(place)}: ")
     assert message in told
+
+
+def traced(folder: Path, network: str = "uk-ftth", down: bytes | None = b"0\n1\n", up: bytes | None = b"2\n") -> str:
+    """The quickstart with a link trace of these bytes beside it."""
+    for way, data in (("down", down), ("up", up)):
+        if data is not None:
+            (folder / f"drive.{way}").write_bytes(data)
+    heading = next(line for line in QUICKSTART.splitlines() if line.startswith("[links.traces]"))
+    return str(write(folder, heading, f'{heading}\n{network} = "drive"'))
+
+
+def test_a_network_s_link_trace_is_found_beside_the_scenario_and_written_with_its_path(tmp_path: Path) -> None:
+    scenario = load_scenario(traced(tmp_path))
+    assert scenario.links.traces == {"uk-ftth": str(tmp_path / "drive")}
+    assert scenario.links.effects == "full"
+    (tmp_path / "again.toml").write_text(dump_scenario(scenario), encoding="utf-8")
+    assert load_scenario(str(tmp_path / "again.toml")) == scenario
+
+
+def test_a_link_trace_can_be_given_as_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    scenario = load_scenario("quickstart", {"links.traces.uk-ftth": "drive", "links.effects": "rates"})
+    assert scenario.links.traces == {"uk-ftth": str(tmp_path / "drive")}
+    assert scenario.links.effects == "rates"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ({"down": None, "up": None}, "drive.down nor"),
+        ({"up": None}, "there is drive.down but no drive.up; a link needs both directions"),
+        ({"down": None}, "there is drive.up but no drive.down; a link needs both directions"),
+        ({"down": b""}, "drive.down: it is empty"),
+        ({"down": b"1\nfast\n"}, 'drive.down, line 2: "fast" is not an integer'),
+        ({"up": b"5\n4\n"}, "drive.up, line 2: 4 comes after 5; the milliseconds must not fall"),
+        ({"network": "uk-fth"}, 'unknown network "uk-fth"; nearest: uk-ftth'),
+    ],
+)
+def test_a_mistake_in_a_link_trace_is_told_in_one_line(tmp_path: Path, mistake: dict[str, Any], told: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(traced(tmp_path, **mistake))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"mine.toml, line {line_of('[links.traces]') + 1}: ")
+    assert told in line
+
+
+def test_a_link_trace_of_a_network_that_no_device_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r'\[links.traces\] names "uk-gfast", which no device has'):
+        load_scenario(traced(tmp_path, network="uk-gfast"))
+    with pytest.raises(ScenarioError, match=r"which no device has; \[fleet.networks\] has none"):
+        load_scenario(traced(tmp_path), {"fleet.uniform": "paper"})
+
+
+def test_unknown_link_effects_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r'"effects" in .links. is "some"; it must be "rates" or "full"'):
+        load_scenario(str(write(tmp_path)), {"links.effects": "some"})
 
 
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:

@@ -138,6 +138,37 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
     assert told in line
 
 
+def test_the_figures_of_a_link_trace_are_those_of_a_hand_calculation(tmp_path: Path) -> None:
+    (tmp_path / "drive.down").write_text("".join(f"{ms}\n" for ms in (0, 0, 500, 1000, 1500, 2000)), encoding="utf-8")
+    (tmp_path / "drive.up").write_text("1000\n2000\n", encoding="utf-8")
+    found = json.loads(cleave("link", tmp_path / "drive", "--format", "json").stdout)
+    assert [each["trace"] for each in found] == ["drive, down", "drive, up"]
+    assert found[0]["duration_s"] == found[1]["duration_s"] == 2
+    assert found[0]["mean_bps"] == 36_000
+    assert found[0]["second_bps"] == {"p10": 26_400, "p50": 36_000, "p90": 45_600}  # of 48 and 24 kbit/s
+    assert (found[0]["packets"], found[0]["longest_gap_s"]) == (6, 0.5)
+    assert found[1]["longest_gap_s"] == 1.0
+    done = cleave("link", tmp_path / "drive.down", tmp_path / "drive.up")
+    assert done.returncode == 0, done.stderr
+    assert "36 kbit" in done.stdout
+    assert "█" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "it is empty"), ("1\nx\n", 'line 2: "x" is not'), (None, "there is neither")]
+)
+def test_a_mistake_in_a_link_trace_is_one_clear_line_and_exit_code_2(
+    tmp_path: Path, text: str | None, told: str
+) -> None:
+    if text is not None:
+        (tmp_path / "drive.down").write_text(text, encoding="utf-8")
+    done = cleave("link", tmp_path / ("drive" if text is None else "drive.down"))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert told in line
+
+
 def test_help_teaches_the_formats() -> None:
     told = cleave("inspect", "--help").stdout
     for taught in (

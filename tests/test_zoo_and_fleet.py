@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agent.profile import PROFILE, check_profiles
 from emulator.fleet import UNIFORM, draw_fleet, uniform_fleet
 from emulator.zoo import (
+    TECHNOLOGIES,
     UnknownName,
     device_names,
     load_device,
@@ -41,14 +42,22 @@ def test_every_network_file_is_complete_plausible_and_sourced(name: str) -> None
     network = load_network(name)
     assert network.name == name
     assert 0.1e6 <= network.up.p10 <= network.up.p90 <= 1e9
-    assert 1e6 <= network.down.p10 <= network.down.p90 <= 5e9
-    assert 1e-3 <= network.rtt_s <= 0.2
+    assert 0.5e6 <= network.down.p10 <= network.down.p90 <= 5e9
+    assert 1e-3 <= network.rtt_s <= 0.8  # by way of a geostationary satellite
+    assert network.technology == "satellite" or network.rtt_s <= 0.1
+    for loaded_s in (network.rtt_loaded_down_s, network.rtt_loaded_up_s):
+        assert loaded_s is None or network.rtt_s < loaded_s < 1.0
     assert network.source
 
 
 def test_the_zoo_covers_every_kind_and_twenty_networks() -> None:
     assert {load_device(name).kind for name in device_names()} == {"phone", "tablet", "board", "laptop", "mini-pc"}
-    assert len(network_names()) >= 20
+    networks = [load_network(name) for name in network_names()]
+    assert len(networks) >= 40
+    assert {network.technology for network in networks} == set(TECHNOLOGIES)
+    assert {network.country for network in networks} >= {"GB", "US", "IN", "CA", "world"}
+    spread = {network.technology for network in networks if network.up.p10 < network.up.p50 < network.up.p90}
+    assert spread == set(TECHNOLOGIES) - {"mixed"}  # each kind has a profile from which households can be drawn
 
 
 def test_an_unknown_device_is_answered_with_the_nearest_names_and_where_all_are() -> None:

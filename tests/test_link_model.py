@@ -1,0 +1,340 @@
+"""Promises of emulator.link: what real lines add is seeded, only ever adds time, keeps the order, and is nothing where
+there is nothing to add."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from agent.profile import Profile, pack_profiles
+from emulator.device import Devices
+from emulator.fleet import draw_fleet
+from emulator.link import (
+    LINK,
+    MOST_REPETITIONS,
+    NO_TRACE,
+    Lines,
+    Links,
+    LinkSpec,
+    device_keys,
+    link_specs,
+    links_from_json,
+    links_to_json,
+    plain_links,
+    repetitions,
+    uniforms,
+)
+from emulator.link_trace import LinkTrace, RateTrace
+from emulator.zoo import load_network
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
+Floats = NDArray[np.float64]
+
+PROFILES = pack_profiles(
+    [
+        Profile(1e9, 1e-3, 8e6, 1e6, 0.02, 1 << 30, 4),
+        Profile(1e10, 0.0, 1e8, 2e7, 0.005, 1 << 30, 4),
+        Profile(1e8, 1e-2, 1e6, 1e6, 0.0, 1 << 30, 4),
+    ]
+)
+STEADY = RateTrace(np.arange(1, 101))  # 12 Mbit/s
+BURSTY = RateTrace(np.array([0, 0, 0, 5, 90, 91, 91, 400]))
+
+
+def links(**figures: float) -> Links:
+    """Of the three devices, all with these figures; traces 0 and 1 exist."""
+    table = np.zeros(len(PROFILES), LINK)
+    table["trace"] = NO_TRACE
+    table["key"] = device_keys(1, np.arange(len(table)))
+    for name, value in figures.items():
+        table[name] = value
+    return Links(table, (LinkTrace(STEADY, BURSTY), LinkTrace(BURSTY, STEADY)))
+
+
+figures = st.fixed_dictionaries(
+    {
+        "jitter_down_s": st.sampled_from([0.0, 0.001, 0.1]),
+        "jitter_up_s": st.sampled_from([0.0, 0.002, 0.1]),
+        "loss_down": st.sampled_from([0.0, 0.001, 0.3]),
+        "loss_up": st.sampled_from([0.0, 0.001, 0.3]),
+        "queue_down_s": st.sampled_from([0.0, 0.05, 1.0]),
+        "queue_up_s": st.sampled_from([0.0, 0.05, 1.0]),
+        "trace": st.sampled_from([NO_TRACE, 0, 1]),
+        "offset_s": st.floats(0, 0.4),
+    }
+)
+constant = figures.map(lambda given: given | {"trace": NO_TRACE})
+blocks = st.lists(
+    st.tuples(st.integers(0, len(PROFILES) - 1), st.integers(1, 200_000), st.floats(1, 1e7), st.integers(0, 100_000)),
+    min_size=1,
+    max_size=12,
+)
+calls = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.3, 50.0]), blocks), min_size=1, max_size=4)
+Calls = list[tuple[float, list[tuple[int, int, float, int]]]]
+
+
+def schedule(of: Links | None, asked: Calls, only: int | None = None, start_s: float = 0.0) -> list[list[float]]:
+    """When the answers of each device are due; `only` of one device."""
+    devices, now_s = Devices(PROFILES, of), start_s
+    due: list[list[float]] = [[] for _ in PROFILES]
+    for pause_s, batch in asked:
+        now_s += pause_s
+        rows = [row for row in batch if only is None or row[0] == only]
+        if rows:
+            device, down, flops, up = (np.array(column) for column in zip(*rows, strict=True))
+            due_s, _ = devices.schedule(now_s, device, down, flops.astype(np.float64), up)
+            for d, at, size in zip(device.tolist(), due_s.tolist(), up.tolist(), strict=True):
+                if size:  # otherwise nothing comes back
+                    due[d].append(at)
+    return due
+
+
+# ---- any link
+
+
+@settings(calm, max_examples=60)
+@given(figures, calls)
+def test_no_answer_overtakes_an_earlier_one(given: dict[str, float], asked: Calls) -> None:
+    for answers in schedule(links(**given), asked):
+        assert answers == sorted(answers)
+
+
+@settings(calm, max_examples=60)
+@given(constant, calls)
+def test_nothing_arrives_earlier_than_over_the_ideal_link(given: dict[str, float], asked: Calls) -> None:
+    for real, ideal in zip(schedule(links(**given), asked), schedule(None, asked), strict=True):
+        assert all(r >= i for r, i in zip(real, ideal, strict=True))
+
+
+@settings(calm, max_examples=40)
+@given(calls)
+def test_without_effects_the_model_is_the_ideal_link_to_the_last_bit(asked: Calls) -> None:
+    ideal = schedule(None, asked)
+    assert schedule(plain_links(len(PROFILES)), asked) == ideal
+    almost = links()
+    almost.table["jitter_up_s"][2] = 1e-9  # somebody else's: all go through the whole model
+    assert schedule(almost, asked)[:2] == ideal[:2]
+
+
+@settings(calm, max_examples=40)
+@given(figures, calls)
+def test_a_device_s_times_depend_on_its_own_transfers_only(given: dict[str, float], asked: Calls) -> None:
+    together = schedule(links(**given), asked)
+    assert schedule(links(**given), asked) == together
+    for device in range(len(PROFILES)):
+        assert schedule(links(**given), asked, only=device)[device] == together[device]
+
+
+def test_the_same_device_in_another_place_of_another_pod_has_the_same_times() -> None:
+    fleet = draw_fleet(6, {"pixel-8": 1}, {"uk-adsl2plus": 1}, seed=5, effects="full")
+    assert fleet.links is not None
+    whole, part = Devices(fleet.profiles, fleet.links), Devices(fleet.profiles[4::-2], fleet.links.take([4, 2, 0]))
+    for moment in range(5):
+        sizes = np.full(3, 10_000)
+        of_whole, _ = whole.schedule(moment, np.array([4, 2, 0]), sizes, sizes * 1.0, sizes)
+        of_part, _ = part.schedule(moment, np.array([0, 1, 2]), sizes, sizes * 1.0, sizes)
+        assert of_whole.tolist() == of_part.tolist()
+
+
+def test_another_seed_gives_other_times() -> None:
+    asked: Calls = [(0.0, [(0, 1000, 1.0, 1000)])]
+    one, other = links(jitter_down_s=0.01), links(jitter_down_s=0.01)
+    other.table["key"] = device_keys(2, np.arange(len(other)))
+    assert schedule(one, asked) != schedule(other, asked)
+
+
+@settings(calm, max_examples=80)
+@given(figures, st.lists(st.tuples(st.floats(0, 1), st.integers(1, 50_000)), max_size=5), st.data())
+def test_more_bytes_never_arrive_sooner(
+    given: dict[str, float], before: list[tuple[float, int]], data: st.DataObject
+) -> None:
+    sizes = sorted(data.draw(st.lists(st.integers(1, 200_000), min_size=2, max_size=2)))
+    arrivals = []
+    for size in sizes:
+        lines, now_s, one = Lines(links(**given)), 0.0, np.array([0])
+        for pause_s, earlier in [*before, (0.1, size)]:
+            now_s += pause_s
+            lines.up.send(one, np.array([now_s]), np.array([20_000]), np.array([1e6]), np.array([0.02]))
+            arrived = lines.down.send(one, np.array([now_s]), np.array([earlier]), np.array([8e6]), np.array([0.02]))
+        arrivals.append(float(arrived[0]))
+    assert arrivals == sorted(arrivals)
+
+
+@pytest.mark.parametrize("trace", [NO_TRACE, 0, 1])
+def test_in_the_long_run_the_throughput_is_the_rate(trace: int) -> None:
+    lines = Lines(links(jitter_down_s=0.05, loss_down=0.01, queue_down_s=0.5, trace=trace))
+    one, rate, size, count = np.array([0]), 8e6, 50_000, 2000
+    for _ in range(count):
+        arrived = lines.down.send(one, np.zeros(1), np.array([size]), np.array([rate]), np.array([0.02]))
+    assert 8 * size * count / float(arrived[0]) == pytest.approx(rate, rel=0.01)
+
+
+def test_who_begins_anew_does_not_wait_for_what_was_on_its_way() -> None:
+    devices = Devices(PROFILES, links(jitter_down_s=0.1, queue_up_s=1.0, trace=0))
+    one, size = np.array([0]), np.array([1_000_000])
+    late_s, _ = devices.schedule(0.0, np.repeat(one, 9), np.repeat(size, 9), np.full(9, 1e7), np.repeat(size, 9))
+    devices.forget([0])
+    due_s, _ = devices.schedule(1.0, one, size, np.ones(1), size)
+    assert due_s[0] < late_s[-1]
+
+
+# ---- jitter, loss, bufferbloat, each alone
+
+
+def arrivals(of: Links, way: str, count: int, size: int = 1500, pause_s: float = 10.0) -> Floats:
+    """How long transfers of device 0 take, each alone on its line."""
+    lines, one = Lines(of), np.array([0])
+    took = []
+    for moment in pause_s * np.arange(1, count + 1):
+        arrived = getattr(lines, way).send(
+            one, np.array([moment]), np.array([size]), np.array([1.2e6]), np.array([0.02])
+        )
+        took.append(arrived[0] - moment)
+    return np.array(took)
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_jitter_is_uniform_from_nothing_to_twice_its_figure(way: str) -> None:
+    late_s = arrivals(links(**{f"jitter_{way}_s": 0.005}), way, 2000) - 0.03
+    assert late_s.min() > -1e-9
+    assert late_s.max() < 0.01
+    assert late_s.mean() == pytest.approx(0.005, rel=0.05)
+    assert np.percentile(late_s, [10, 90]) == pytest.approx([0.001, 0.009], rel=0.15)
+
+
+def test_the_two_ways_of_a_link_have_chances_of_their_own() -> None:
+    both = {"jitter_down_s": 0.005, "jitter_up_s": 0.005, "loss_down": 0.2, "loss_up": 0.2}
+    down, up = (arrivals(links(**both), way, 500) for way in ("down", "up"))
+    assert abs(float(np.corrcoef(down, up)[0, 1])) < 0.15
+
+
+def test_as_many_links_as_devices_are_needed() -> None:
+    with pytest.raises(ValueError, match="2 links for 3 devices"):
+        Devices(PROFILES, plain_links(2))
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_a_lost_packet_costs_a_round_trip(way: str) -> None:
+    took = arrivals(links(**{f"loss_{way}": 0.1}), way, 4000)
+    rounds = np.round((took - 0.03) / 0.04, 6)
+    assert set(rounds.tolist()) <= {0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
+    shares = [float((rounds <= r).mean()) for r in range(3)]
+    assert shares == pytest.approx([0.9, 0.99, 0.999], abs=0.015)
+
+
+@settings(calm, max_examples=100)
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 10_000), st.floats(1e-6, 0.99))
+def test_repetitions_are_the_fewest_after_which_nothing_is_missing(uniform: float, packets: int, loss: float) -> None:
+    def complete(rounds: float) -> float:  # the probability
+        return float(np.exp(packets * np.log1p(-(loss ** (rounds + 1)))))
+
+    found = float(repetitions(np.array([uniform]), np.array([float(packets)]), np.array([loss]))[0])
+    assert found == round(found)
+    assert complete(found) >= uniform - 1e-9 or found == MOST_REPETITIONS
+    assert found == 0 or complete(found - 1) <= uniform + 1e-9
+
+
+def test_only_packets_of_the_last_round_trip_can_hold_an_answer_up() -> None:
+    """1.2 Mbit/s and 40 ms: four packets. A transfer of ten thousand is late as rarely as one of four."""
+    took = arrivals(links(loss_down=0.01), "down", 3000, size=15_000_000, pause_s=1000.0)
+    assert float((took > 100.03).mean()) == pytest.approx(1 - 0.99**4, abs=0.015)
+
+
+@pytest.mark.parametrize(("full", "idle"), [("down", "up"), ("up", "down")])
+def test_a_full_line_lengthens_the_way_back_by_the_loaded_round_trip_and_no_more(full: str, idle: str) -> None:
+    lines, one = Lines(links(**{f"queue_{full}_s": 0.3})), np.array([0])
+
+    def send(way: str, at_s: float, size: int) -> float:
+        arrived = getattr(lines, way).send(one, np.array([at_s]), np.array([size]), np.array([1.2e6]), np.array([0.02]))
+        return float(arrived[0] - at_s)
+
+    assert send(idle, 1.0, 150) == pytest.approx(0.021)
+    send(full, 10.0, 1_500_000)  # busy until 20
+    assert send(idle, 10.099, 150) == pytest.approx(0.021 + 0.1)  # the buffer is filling
+    assert send(idle, 15.0, 150) == pytest.approx(0.021 + 0.3)
+    assert send(idle, 19.899, 150) == pytest.approx(0.021 + 0.1)  # nearly empty
+    assert send(idle, 21.0, 150) == pytest.approx(0.021)
+
+
+def test_what_is_lost_on_a_full_line_is_repeated_behind_its_queue() -> None:
+    lossy = {"loss_down": 1 - 1e-9}
+    empty, full = (arrivals(links(**lossy, queue_down_s=queue), "down", 1, size=300_000)[0] for queue in (0.0, 0.5))
+    assert full - empty == pytest.approx(MOST_REPETITIONS * 0.5)
+
+
+# ---- chance
+
+
+def test_random_numbers_are_uniform_and_those_of_devices_and_seeds_differ() -> None:
+    keys = device_keys(7, np.arange(200))
+    assert len(set(keys.tolist()) | set(device_keys(8, np.arange(200)).tolist())) == 400
+    drawn = uniforms(np.repeat(keys, 500), np.tile(np.arange(500), 200))
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
+    assert np.abs(counts / len(drawn) - 0.05).max() < 0.005
+    by_device = drawn.reshape(200, 500)
+    assert abs(float(np.corrcoef(by_device[:100].ravel(), by_device[100:].ravel())[0, 1])) < 0.02
+    assert abs(float(np.corrcoef(drawn[:-1], drawn[1:])[0, 1])) < 0.02
+
+
+# ---- from profiles
+
+
+def test_a_household_has_the_figures_of_its_network() -> None:
+    network = load_network("uk-adsl2plus")
+    fleet = draw_fleet(3, {"pixel-8": 1}, {network.name: 1}, seed=1, effects="full")
+    assert fleet.links is not None
+    row = fleet.links.table[0]
+    assert (row["jitter_down_s"], row["jitter_up_s"]) == (0.00048, 0.00101)
+    assert (1 - row["loss_down"]) * (1 - row["loss_up"]) == pytest.approx(1 - 0.000479)
+    assert row["queue_down_s"] == pytest.approx(0.09525 - 0.02598)
+    assert row["queue_up_s"] == pytest.approx(0.60032 - 0.02598)
+
+
+def test_rates_alone_and_figures_that_nobody_measured_add_nothing() -> None:
+    for network, effects in (("uk-adsl2plus", "rates"), ("us-cable-cox", "full")):
+        fleet = draw_fleet(3, {"pixel-8": 1}, {network: 1}, seed=1, effects=effects)  # type: ignore[arg-type]
+        assert fleet.links is not None
+        for name in ("jitter_down_s", "jitter_up_s", "loss_down", "loss_up", "queue_down_s", "queue_up_s"):
+            assert not fleet.links.table[name].any()
+
+
+def test_a_guest_with_a_part_of_the_line_does_not_fill_its_buffer() -> None:
+    fleet = draw_fleet(3, {"pixel-8": 1}, {"uk-adsl2plus": 1}, seed=1, line_share=0.5, effects="full")
+    assert fleet.links is not None
+    assert not fleet.links.table["queue_up_s"].any()
+    assert fleet.links.table["jitter_up_s"].all()
+
+
+def test_the_kernel_is_told_the_same_figures() -> None:
+    fleet = draw_fleet(4, {"pixel-8": 1}, {"uk-adsl2plus": 1}, seed=1, effects="full")
+    assert fleet.links is not None
+    specs = link_specs(fleet.profiles, fleet.links)
+    assert len(specs) == 4
+    for spec, profile, row in zip(specs, fleet.profiles, fleet.links.table, strict=True):
+        assert (spec.rate_down_bps, spec.rate_up_bps) == (profile["down_bps"], profile["up_bps"])
+        assert spec.delay_up_s - spec.jitter_up_s == pytest.approx(profile["latency_s"])  # the least
+        assert (spec.jitter_down_s, spec.loss_up) == (row["jitter_down_s"], row["loss_up"])
+        assert 8 * spec.buffer_up_bytes / spec.rate_up_bps == pytest.approx(row["queue_up_s"])
+    assert all(field.name.endswith(("_bps", "_s", "_bytes")) or "loss" in field.name for field in fields(LinkSpec))
+
+
+def test_a_pod_is_told_all_of_it() -> None:
+    told = links(jitter_up_s=0.1, loss_down=0.2, trace=1, offset_s=0.3)
+    heard = links_from_json(json.loads(json.dumps(links_to_json(told))), len(told))
+    assert heard.table.tolist() == told.table.tolist()
+    assert [t.up.at_ms.tolist() for t in heard.traces] == [t.up.at_ms.tolist() for t in told.traces]
+    assert links_from_json({}, 2).table.tolist() == plain_links(2).table.tolist()
+
+
+def test_a_real_device_among_the_emulated_ones_has_a_plain_link() -> None:
+    taken = links(jitter_up_s=0.1).take([2, -1, 0])
+    assert taken.table["jitter_up_s"].tolist() == [0.1, 0.0, 0.1]
+    assert taken.table["trace"][1] == NO_TRACE
