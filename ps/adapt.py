@@ -25,6 +25,7 @@ from ps.pipeline import (
     ended_plan,
     made_plan,
     queue_seconds,
+    rectangles,
     running_laws,
 )
 from ps.plans import Plan, PlanError, Request, Shape
@@ -58,7 +59,7 @@ def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.v
         plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
         assert plan.chunks is not None
         assert plan.ends_s is not None
-    holes = _rectangles(plan.tiles[gone], plan.device[gone])
+    holes = rectangles(plan.tiles[gone], plan.device[gone])
     stacks, alone = _stacks(plan, gone, holes)
     tiles, device, taken, left_over = _solved(plan, stacks, request, profiles)
     kept = ~gone
@@ -98,22 +99,6 @@ def _marked(devices: Integers, profiles: NDArray[np.void]) -> NDArray[np.bool_]:
     marks = np.zeros(len(profiles), np.bool_)
     marks[devices] = True
     return marks
-
-
-def _rectangles(tiles: Integers, device: Integers) -> list[Integers]:
-    """Strips put together again: a device's next tile that adjoins the last one in just one direction."""
-    found: list[Integers] = []
-    owner = -1
-    for tile, name in zip(tiles, device.tolist(), strict=True):
-        if found and owner == name:
-            last = found[-1]
-            differs = [axis for axis in (0, 2, 4) if last[axis] != tile[axis] or last[axis + 1] != tile[axis + 1]]
-            if len(differs) == 1 and last[differs[0]] + last[differs[0] + 1] == tile[differs[0]]:
-                last[differs[0] + 1] += tile[differs[0] + 1]
-                continue
-        found.append(tile.copy())
-        owner = name
-    return found
 
 
 def _stacks(plan: Plan, gone: NDArray[np.bool_], holes: list[Integers]) -> tuple[list[_Stack], list[Integers]]:

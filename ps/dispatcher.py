@@ -45,6 +45,7 @@ from ps.events import (
 from ps.grid import grid_plan
 from ps.invariants import check
 from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Device, Job, Turn, whole
+from ps.pipeline import rectangles
 from ps.planner import Integers, PlanError, Planner, Shape
 from ps.rescues import Rescues
 from ps.slabs import KeptSlabs
@@ -443,14 +444,21 @@ class Dispatcher:
     def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
         """Cut these rectangles again, over devices that live; first those that somebody waits for. `loss`: why, if
         devices were lost; a block that already repairs an earlier loss goes on repairing that one."""
+        groups: dict[tuple[int, int], list[int]] = {}  # job, and loss that is repaired
         for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].urgent):
+            groups.setdefault((job_id, self.jobs[job_id].loss[block] or loss), []).append(block)
+        for (job_id, repaired), blocks in groups.items():
             job = self.jobs[job_id]
-            job.state[block] = CUT
-            job.open -= 1
-            earlier = job.loss[block]
-            self._place(job_id, job.tiles[block : block + 1], turn, avoid, earlier or loss, job.cost_s[block])
-            if earlier in self._losses:
-                self._losses[earlier] -= 1
+            for block in blocks:
+                job.state[block] = CUT
+            job.open -= len(blocks)
+            patience_s = max(job.cost_s[block] for block in blocks)
+            # strips of one device are one rectangle again: larger ones have less perimeter to be downloaded
+            for tile in rectangles(job.tiles[blocks], np.array([job.device[block] for block in blocks])):
+                self._place(job_id, tile[None], turn, avoid, repaired, patience_s)
+            for earlier in (job.loss[block] for block in blocks):
+                if earlier in self._losses:
+                    self._losses[earlier] -= 1
 
     def _place(
         self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1, loss: int = 0, patience_s: float = 0.0
@@ -481,7 +489,7 @@ class Dispatcher:
             candidates = candidates[candidates != avoid]
         if not len(candidates):
             return None
-        backlog_s = np.array([self.devices[d].backlog_s for d in candidates.tolist()])
+        backlog_s = np.array([self._busy_s(self.devices[d]) for d in candidates.tolist()])
         if len(candidates) > most:
             mine = self.profiles[candidates]
             parts = max(1, shape.cells // most)
@@ -491,6 +499,12 @@ class Dispatcher:
             candidates, backlog_s = candidates[soonest], backlog_s[soonest]
         plan = grid_plan(shape, self.profiles[candidates], backlog_s)
         return plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], plan.fresh
+
+    def _busy_s(self, record: Device) -> float:
+        """For how long, by the model, it still has work: what it was sent may be nearly done."""
+        if record.urgent or record.background:
+            return record.backlog_s
+        return min(record.backlog_s, max(0.0, record.free_s - self._now_s))
 
     def _add(
         self,

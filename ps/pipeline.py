@@ -230,3 +230,19 @@ def device_ends(
         uploaded[:on] = np.maximum(uploaded[:on], computed[:on]) + up_s[at]
     used = mine[starts]
     return used, 2 * profiles["latency_s"][used] + uploaded
+
+
+def rectangles(tiles: Integers, device: Integers) -> list[Integers]:
+    """Strips put together again: a device's next tile that adjoins the last one in just one direction."""
+    found: list[Integers] = []
+    owner = -1
+    for tile, name in zip(tiles, device.tolist(), strict=True):
+        if found and owner == name:
+            last = found[-1]
+            differs = [axis for axis in (0, 2, 4) if last[axis] != tile[axis] or last[axis + 1] != tile[axis + 1]]
+            if len(differs) == 1 and last[differs[0]] + last[differs[0] + 1] == tile[differs[0]]:
+                last[differs[0] + 1] += tile[differs[0] + 1]
+                continue
+        found.append(tile.copy())
+        owner = name
+    return found

@@ -216,7 +216,7 @@ def recovery(
 
     config = model_config(model)
     products = step_products(config, batch, seq)
-    found, step_s = simulation.simulate(products, profiles, numbers, trials, seed)
+    found, step_s, longest_s = simulation.simulate(products, profiles, numbers, trials, seed)
     setting = simulation.Setting(
         parameters=simulation.count_parameters(config),
         layers=config.num_hidden_layers,
@@ -225,6 +225,7 @@ def recovery(
         slowest_up_bps=float(profiles["up_bps"].min()),
         step_s=step_s,
         products=sum(products.values()),
+        longest_s=longest_s,
         checkpoint_steps=checkpoint_steps,
     )
     rows = simulation.summarise(found, setting)
