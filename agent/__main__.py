@@ -1,4 +1,4 @@
-"""`python -m agent --ps tcp://HOST:PORT`: lend this device to a parameter server."""
+"""`python -m agent --ps tcp://HOST:PORT`: lend this device to a parameter server. `python -m agent measure`: measure it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from types import FrameType
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    measuring = words[:1] == ["measure"]
+    options = _measure_parser().parse_args(words[1:]) if measuring else _parser().parse_args(words)
     # BLAS reads these when NumPy is first imported, hence before the imports below
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(options.threads)
+    if measuring:
+        from agent import measure
+
+        return measure.run(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
 
     stop = SignalStop()  # first, so that no signal finds us without it
@@ -117,6 +123,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--credit", type=_positive, default=64, help="blocks to hold at most (%(default)s)")
     parser.add_argument("--kernel", choices=("numpy", "onnxruntime"), help="instead of the faster one, measured")
     parser.add_argument("--once", action="store_true", help="end when the run ends, do not wait for another")
+    return parser
+
+
+def _measure_parser() -> argparse.ArgumentParser:
+    from agent import measure
+
+    parser = argparse.ArgumentParser(
+        prog="python -m agent measure",
+        description="Measure this device: a grid of products, memory, a sustained run, the link to a server. Takes one "
+        "to four minutes, writes one JSON profile, sends nothing. Ctrl-C ends it; what was measured is written.",
+        epilog="example: python -m agent measure --name my-phone --out my-phone.json --sustained 120",
+    )
+    measure.add_options(parser)
     return parser
 
 

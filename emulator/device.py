@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.link import transfer
-from emulator.performance import compute_seconds
+from emulator.performance import Models, Processors, Shapes, figures_seconds
 
 Seconds = NDArray[np.float64]
 
 
 class Devices:
-    def __init__(self, profiles: NDArray[np.void]) -> None:
+    def __init__(self, profiles: NDArray[np.void], models: Models | None = None) -> None:
         self.profiles = profiles.copy()  # as they are now, see `slow`
         self._told = profiles
+        self._processors = None if models is None else Processors(models)
         self._downlink_free_s = np.zeros(len(profiles))
         self._processor_free_s = np.zeros(len(profiles))
         self._uplink_free_s = np.zeros(len(profiles))
@@ -28,6 +29,8 @@ class Devices:
         for name in ("flops", "down_bps", "up_bps"):
             self.profiles[name][devices] = self._told[name][devices] / factor
         self.profiles["overhead_s"][devices] = self._told["overhead_s"][devices] * factor
+        if self._processors is not None:
+            self._processors.slow(devices, factor)
 
     def forget(self, devices: list[int]) -> None:
         """What they had to do is void: they begin anew."""
@@ -39,11 +42,11 @@ class Devices:
         sent_s: float,
         device: NDArray[np.int64],
         down_bytes: NDArray[np.int64],
-        flops: NDArray[np.float64],
+        shapes: Shapes,
         up_bytes: NDArray[np.int64],
     ) -> tuple[Seconds, Seconds]:
         """Blocks that the server sent at `sent_s`, in their order: when each answer is back there, and its computing
-        time. A device may have several of them; they queue."""
+        time. A device may have several of them; they queue. `shapes`: batch, rows, inner and columns of each."""
         due_s, compute_s = np.empty(len(device)), np.empty(len(device))
         for wave in waves(device):
             d = device[wave]
@@ -52,13 +55,20 @@ class Devices:
             sent = np.full(len(d), sent_s)
             downloaded = transfer(sent, self._downlink_free_s[d], down_bytes[wave], profile["down_bps"])
             self._downlink_free_s[d] = downloaded
-            compute_s[wave] = compute_seconds(profile, flops[wave])
-            computed = np.maximum(downloaded + latency_s, self._processor_free_s[d]) + compute_s[wave]
+            begins_s = np.maximum(downloaded + latency_s, self._processor_free_s[d])
+            compute_s[wave] = self._compute_s(d, profile, shapes[wave], begins_s)
+            computed = begins_s + compute_s[wave]
             self._processor_free_s[d] = computed
             uploaded = transfer(computed, self._uplink_free_s[d], up_bytes[wave], profile["up_bps"])
             self._uplink_free_s[d] = uploaded
             due_s[wave] = uploaded + latency_s
         return due_s, compute_s
+
+    def _compute_s(self, d: NDArray[np.int64], profile: NDArray[np.void], shapes: Shapes, begins_s: Seconds) -> Seconds:
+        seconds = figures_seconds(profile, shapes)
+        if self._processors is None:
+            return seconds
+        return self._processors.seconds(d, shapes, begins_s - self._processor_free_s[d], seconds)
 
 
 def waves(device: NDArray[np.int64]) -> list[NDArray[np.int64]]:

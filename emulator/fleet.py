@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.profile import MAX_RATE, PROFILE, check_profiles
-from emulator.zoo import RateSpread, load_device, load_network
+from emulator.performance import Models
+from emulator.zoo import DeviceKind, RateSpread, load_device, load_network
 
 CREDIT_BLOCKS = 4  # one being downloaded, one computed, one uploaded, one ahead
 _Z_LIMIT = 2.33
@@ -38,6 +39,7 @@ class Fleet:
     device_names: list[str]  # of each device
     network_names: list[str]
     basis: Mapping[str, int]  # devices whose speed is measured, published, estimate
+    models: Models | None = None  # of those that were measured; None: of nobody
 
     def __len__(self) -> int:
         return len(self.device_names)
@@ -75,7 +77,18 @@ def draw_fleet(
         device_names=[kind_names[i] for i in kind_of],
         network_names=[line_names[i] for i in line_of],
         basis=dict(Counter(kinds[i].basis for i in kind_of)),
+        models=_models(kinds, kind_of, seed),
     )
+
+
+def _models(kinds: Sequence[DeviceKind], kind_of: NDArray[np.intp], seed: int) -> Models | None:
+    fitted = [i for i, kind in enumerate(kinds) if kind.performance is not None]
+    if not fitted:
+        return None
+    place = np.full(len(kinds), -1, np.int64)
+    place[fitted] = np.arange(len(fitted))
+    models = tuple(kind.performance for kind in kinds if kind.performance is not None)
+    return Models(models, place[kind_of], tuple((seed, device) for device in range(len(kind_of))))
 
 
 # The fleets of the Cleave authors' evaluation (their public code, netsys-edinburgh/wasp): uniform between these

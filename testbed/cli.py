@@ -235,6 +235,56 @@ def recovery(
         simulation.print_recovery(console, title, rows, found, setting)
 
 
+@app.command()
+def calibrate(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Made by python -m agent measure.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The device file (NAME.toml here).")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the device file, without --out.")] = None,
+    kind: Annotated[str, typer.Option(metavar="KIND", help="phone, tablet, board, laptop or mini-pc.")] = "mini-pc",
+    kernel: Annotated[str | None, typer.Option(metavar="NAME", help="numpy or onnxruntime, not the faster.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw predicted against measured.")] = None,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """Fit the performance model to a measured device, say how good it is, and write a device file.
+
+    The error is that of shapes which were held out from the fit (five-fold). A fleet has such devices when a scenario
+    names the file, or when it stands among the zoo's:
+
+    \b
+      cleave calibrate my-phone.json --kind phone
+      cleave run quickstart --set 'fleet.kinds={"my-phone.toml" = 1.0}'
+
+    Exit code 0: done. 2: the profile or an option is wrong; one line says why.
+    """
+    from emulator.calibration import calibrate as fit
+    from emulator.samples import read_samples
+    from emulator.zoo import KINDS
+    from testbed import calibrate as calibration
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    if kind not in KINDS:
+        raise UserError(f"--kind is {kind}; it must be one of {', '.join(KINDS)}")
+    samples = read_samples(profile)
+    found = fit(samples, kernel)
+    path = out or Path(f"{calibration.file_name(name or samples.name)}.toml")
+    calibration.write_device_file(path, calibration.device_file(samples, found, kind))
+    if svg is not None:
+        calibration.write_svg(svg, samples, found)
+    if format == "json":
+        import json
+
+        print(json.dumps(calibration.as_json(samples, found)))
+        return
+
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=100)
+    calibration.print_calibration(console, samples, found)
+    console.print(f"device file: {path}", soft_wrap=True)
+
+
 @trace_app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace: .csv, .json or .tab.")],

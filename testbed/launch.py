@@ -15,31 +15,53 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import psutil
 
 from agent.errors import Failure
 from emulator.fleet import Fleet
+from emulator.performance import Models
+from ps.peers import printable
 
 
 class LaunchError(Failure):
     """A pod did not start or died; the text has its last words."""
 
 
+def device_labels(fleet: Fleet) -> list[str]:
+    return [f"{d}/{n}/{i}" for i, (d, n) in enumerate(zip(fleet.device_names, fleet.network_names, strict=True))]
+
+
+def models_of(fleet: Fleet, labels: Iterable[str]) -> Models | None:
+    """The fleet's models in the order in which devices with these labels have joined; real ones among them have none."""
+    if fleet.models is None:
+        return None
+    place = {printable(label): device for device, label in enumerate(device_labels(fleet))}
+    joined = [place.get(label) for label in labels]
+    return Models(
+        fleet.models.kinds,
+        np.array([-1 if device is None else fleet.models.of[device] for device in joined], np.int64),
+        tuple((0, 0) if device is None else fleet.models.seeds[device] for device in joined),
+    )
+
+
 class Pods:
     def __init__(self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = ()) -> None:
         """`absent` devices of the fleet are not there at first."""
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.fleet = fleet
         self._processes: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()
         self._ended: set[int] = set()  # will report no more
         self._count = count
         self._outbox: list[bytes] = []
         self._inbox: list[bytes] = []
-        labels = [f"{d}/{n}/{i}" for i, (d, n) in enumerate(zip(fleet.device_names, fleet.network_names, strict=True))]
+        labels = device_labels(fleet)
         away = set(absent)
         try:
             for pod in range(min(count, len(fleet))):
                 mine = slice(pod, None, count)  # dealt out, so that every pod has the same mix
+                devices = range(len(fleet))[mine]
                 process = subprocess.Popen(
                     [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links],
                     stdin=subprocess.PIPE,
@@ -56,7 +78,8 @@ class Pods:
                 part = {
                     "profiles": fleet.profiles[mine].tolist(),
                     "labels": labels[mine],
-                    "absent": [at for at, device in enumerate(range(len(fleet))[mine]) if device in away],
+                    "absent": [at for at, device in enumerate(devices) if device in away],
+                    "models": fleet.models.part(devices).as_json() if fleet.models else None,
                 }
                 process.stdin.write(json.dumps(part).encode() + b"\n")
                 process.stdin.flush()

@@ -31,7 +31,7 @@ from ps.trainer import Step, gradients, train
 from testbed import interrupts
 from testbed.display import Display
 from testbed.inject import Injector, churn_schedule, describe, injecting, plan_faults
-from testbed.launch import Pods
+from testbed.launch import Pods, models_of
 from testbed.predict import predict_step
 from testbed.report import write_report, write_trace
 from testbed.results import (
@@ -285,7 +285,8 @@ def _distributed(
     predicted_s = None
     if scenario.links.kind != "off":
         with display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent)
+            models = models_of(pods.fleet, server.labels)
+            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent, models)
         display.say(f"a step should take {predicted_s:.2f} s (modelled)")
         events.write("predicted", step_s=predicted_s)
     rows: list[dict[str, Any]] = []
