@@ -1,4 +1,4 @@
-"""`python -m agent --ps tcp://HOST:PORT`: lend this device to a parameter server. `python -m agent measure`: measure it."""
+"""Lend this device to a server: `python -m agent --ps tcp://HOST:PORT`. Measure it: `python -m agent measure`."""
 
 from __future__ import annotations
 

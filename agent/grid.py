@@ -47,6 +47,6 @@ def _draw(rng: np.random.Generator, family: str) -> Shape:
         case "batch":
             return size(2, 32), size(8, 256), size(16, 256), size(8, 256)
         case "round":
-            return 1, *(2 ** int(rng.integers(4, 11)) for _ in range(3))  # type: ignore[return-value]
+            return 1, *(2 ** int(rng.integers(4, 11)) for _ in range(3))
         case _:
             return 1, size(8, 1024), size(32, 4096), size(8, 1024)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write. 0: all of it. 130: interrupted, the profile is marked incomplete. 2: an option is wrong."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("agent: interrupted before anything was measured", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
     # after the threads of BLAS are set, which reads them when NumPy is first imported
     from agent.errors import UserError
     from agent.kernels import available_kernels
@@ -69,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
         if options.ps is not None:
             check_address(options.ps)
         path = options.out or Path(f"profile-{options.name}.json")
-        path.touch()  # a profile that cannot be written is better known before
+        unfinished = path.with_name(path.name + ".part")  # never half a profile
+        unfinished.touch()  # whether it can be written is better known before
     except (ValueError, OSError) as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
@@ -100,12 +111,12 @@ def run(options: argparse.Namespace) -> int:
         measuring.say("interrupted: what was measured is written")
         code = 130
     except UserError as error:
+        unfinished.unlink()
         print(f"agent: {error}", file=sys.stderr)
         return 2
     profile |= measuring.found
-    written = path.with_name(path.name + ".part")  # never half a profile
-    written.write_text(json.dumps(profile, separators=(",", ":")), encoding="utf-8")
-    written.replace(path)
+    unfinished.write_text(json.dumps(profile, separators=(",", ":")), encoding="utf-8")
+    unfinished.replace(path)
     measuring.say(f"{len(profile['samples']):,} samples of {len(profile['shapes'])} shapes in {path}")
     return code
 

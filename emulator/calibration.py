@@ -3,7 +3,7 @@
 The typical time of a shape is the median over the rounds, of single calls; under a CPU quota, where a short call either
 meets a pause or does not, of the mean over many calls. The formula's terms are fitted without negative ones (every
 additional cell costs time), relative errors counting alike for short and long products, outliers little; the kernel's
-tile is the one that explains most. What is left is interpolated (a Gaussian process, its lengths by maximum likelihood).
+tile is the one that explains most. What is left is interpolated (a Gaussian process of maximum likelihood).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ FOLDS = 5
 LEAST_SHAPES = 20
 PAUSES_MATTER = 0.02  # of the time
 WARMTH_MATTERS = 0.03
+NOT_RESTED = (1.0, 1.0)  # a rest makes no difference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,16 @@ def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
         predicted_s[out] = fit(shapes[~out], measured_s[~out]).seconds(shapes[out])
     error = np.abs(predicted_s / measured_s - 1)
     model = fit(shapes, measured_s)
-    model = replace(model, spread=spread(samples, number, rationed), **_pauses(samples), **warmth(samples.sustained))
+    run_s, pause_s = _pauses(samples)
+    rested, warm_up_s = warmth(samples.sustained)
+    model = replace(
+        model,
+        spread=spread(samples, number, rationed),
+        run_s=run_s,
+        pause_s=pause_s,
+        rested=rested,
+        warm_up_s=warm_up_s,
+    )
     median, p95 = np.quantile(error, [0.5, 0.95]).tolist()
     return Calibration(model, samples.kernels[number], shapes, measured_s, predicted_s, median, p95)
 
@@ -145,28 +155,32 @@ def _interpolation(places: Floats, values: Floats) -> tuple[Floats, Floats]:
 
 
 def spread(samples: Samples, kernel: int, rationed: bool) -> tuple[float, ...]:
-    """How calls of one shape differ: quantiles of their time over the typical one. Under a quota of samples of many
-    calls, because single ones differ by the pauses, which are modelled as such."""
+    """How calls of one shape differ: quantiles of their time over the typical one; of the longer half of the shapes,
+    because a moment in which somebody else has the processor is a hundred times a short call. Under a quota of samples
+    of many calls, because single ones differ by the pauses, which are modelled as such."""
     by_shape: dict[int, list[float]] = {}
     for s in samples.samples:
         if s.kernel == kernel:
             by_shape.setdefault(s.shape, []).extend([s.seconds / s.calls] if rationed else s.each_s)
-    factors = np.concatenate([np.array(times) / np.median(times) for times in by_shape.values()])
+    typical_s = {shape: float(np.median(times)) for shape, times in by_shape.items()}
+    long_s = np.median(list(typical_s.values()))
+    factors = np.concatenate([np.array(by_shape[i]) / t for i, t in typical_s.items() if t >= long_s])
     quantiles = np.quantile(factors, SPREAD_AT)
     return tuple(np.maximum.accumulate(quantiles).tolist())
 
 
-def _pauses(samples: Samples) -> dict[str, float]:
+def _pauses(samples: Samples) -> tuple[float, float]:
+    """How long it runs and is then kept waiting, on average; zero unless a CPU quota is the reason."""
     ran_s, away_s = samples.pauses.sum(axis=0) if len(samples.pauses) else (0.0, 0.0)
     if samples.quota is None or away_s <= PAUSES_MATTER * ran_s or ran_s <= 0:
-        return {}
-    return {"run_s": float(ran_s / len(samples.pauses)), "pause_s": float(away_s / len(samples.pauses))}
+        return 0.0, 0.0
+    return float(ran_s / len(samples.pauses)), float(away_s / len(samples.pauses))
 
 
-def warmth(sustained: Floats) -> dict[str, float]:
+def warmth(sustained: Floats) -> tuple[float, float]:
     """Times of one product while the device gets warm: where it begins, as a share of where it ends, and how soon."""
     if len(sustained) < 8:
-        return {}
+        return NOT_RESTED
     at_s, seconds = sustained.T
     end_s = float(at_s[-1])
 
@@ -186,11 +200,11 @@ def warmth(sustained: Floats) -> dict[str, float]:
             f_scale=0.02 * float(np.median(seconds)),
         )
     except RuntimeError:  # no such curve in it
-        return {}
+        return NOT_RESTED
     noise = float(np.std(np.diff(np.log(seconds))) / np.sqrt(2))
     if 1 - rested < max(WARMTH_MATTERS, 2 * noise / np.sqrt(max(1.0, tau / low))):
-        return {}
-    return {"rested": float(rested), "warm_up_s": float(tau)}
+        return NOT_RESTED
+    return float(rested), float(tau)
 
 
 def _kernel(samples: Samples, wanted: str | None) -> int:

@@ -2,7 +2,8 @@
 
 The time of a product of `batch` matrices, rows x inner times inner x columns, is
 
-    overhead + batch (matrix + left rows' inner + right inner columns' + output rows columns + work rows' inner columns')
+    overhead + batch (matrix + left rows' inner + right columns' inner + output rows columns
+                      + work rows' inner columns')
 
 seconds, where rows' and columns' are filled up to whole tiles of the device's kernel: what is loaded and packed, and
 what is multiplied, add up. It is multiplied by an efficiency that depends on the shape: how the measured times near
@@ -31,7 +32,7 @@ Shapes = NDArray[np.int64]  # [k, 4]: batch, rows, inner, columns
 TERMS = ("overhead_s", "matrix_s", "left_s", "right_s", "output_s", "work_s")  # seconds a call, matrix, cell ..., FMA
 SMALL = 1e6  # multiplications of a matrix up to which BLAS has a way of its own (OpenBLAS: 100^3)
 COORDINATES = 7
-SPREAD_AT = np.array([0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0])  # quantiles that `spread` holds
+SPREAD_AT = np.array([0.01, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99])  # quantiles that `spread` holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,9 @@ def read_samples(path: Path) -> Samples:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ProfileError(f"cannot read {path}: {error.strerror}; give a profile made by python -m agent measure") from None
+        raise ProfileError(
+            f"cannot read {path}: {error.strerror}; give a profile made by python -m agent measure"
+        ) from None
     except ValueError:  # also text that is not UTF-8
         raise ProfileError(f"{path} is not JSON, or only the beginning of it; {AGAIN}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:

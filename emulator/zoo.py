@@ -104,7 +104,9 @@ def read_device(path: Path) -> DeviceKind:
     try:
         return parse_device(str(path), path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the device file {path}: {error.strerror}; `cleave calibrate` writes one") from None
+        raise UserError(
+            f"cannot read the device file {path}: {error.strerror}; `cleave calibrate` writes one"
+        ) from None
     except ValueError as error:
         raise UserError(f"{path}: {error}; correct it, or write it again with `cleave calibrate`") from None
 

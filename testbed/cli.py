@@ -285,6 +285,54 @@ def calibrate(
     console.print(f"device file: {path}", soft_wrap=True)
 
 
+@app.command()
+def twin(
+    profiles: Annotated[
+        list[Path], typer.Argument(metavar="PROFILE...", help="Made by python -m agent measure, here.")
+    ],
+    steps: Annotated[int, typer.Option(metavar="N", help="Products, one after another.")] = 16,
+    step_s: Annotated[float, typer.Option("--step-s", metavar="S", help="How long one takes a device, about.")] = 0.5,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the blocks and the twins' luck.")] = 0,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """Is an emulated device like the real one? The same blocks on real agents of this machine and on their twins.
+
+    Agents run with the threads and the CPU quota that their profile was measured with (a quota needs root). A profile
+    given twice is two devices.
+
+    \b
+      cleave twin this-machine.json
+      cleave twin slow.json fast.json --format json | jq .compared
+
+    Exit code 0: done. 1: agents or twins could not do it. 2: a profile or an option is wrong; one line says why.
+    """
+    from emulator.calibration import calibrate as fit
+    from emulator.samples import read_samples
+    from testbed import twin as twins
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    if steps < 1 or not 0.01 <= step_s <= 60 or seed < 0:
+        raise UserError("--steps and --seed must not be negative, --steps not 0, and --step-s from 0.01 to 60")
+    read = {path: read_samples(path) for path in profiles}
+    twins.check(list(read.values()))
+    fitted = {path: twins.Device(samples, fit(samples)) for path, samples in read.items()}
+    devices = [fitted[path] for path in profiles]
+
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=format == "json")
+    console = console if console.is_terminal else Console(highlight=False, stderr=format == "json", width=100)
+    real, emulated = twins.compare(devices, steps, step_s, seed, lambda text: console.print(text, style="dim"))
+    names = [device.samples.name for device in devices]
+    if format == "json":
+        import json
+
+        print(json.dumps(twins.as_json(names, real, emulated)))
+    else:
+        twins.print_rows(console, names, real, emulated)
+
+
 @trace_app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace: .csv, .json or .tab.")],

@@ -33,7 +33,7 @@ def device_labels(fleet: Fleet) -> list[str]:
 
 
 def models_of(fleet: Fleet, labels: Iterable[str]) -> Models | None:
-    """The fleet's models in the order in which devices with these labels have joined; real ones among them have none."""
+    """The fleet's models in the order in which devices with these labels joined; real ones among them have none."""
     if fleet.models is None:
         return None
     place = {printable(label): device for device, label in enumerate(device_labels(fleet))}
