@@ -191,7 +191,8 @@ def encode(message: Message) -> list[Frame]:
         case Goodbye():
             return [_head(Kind.GOODBYE, 0), _dump({"reason": message.reason})]
         case Probe():
-            text = _dump({"token": message.token, "wanted_bytes": message.wanted_bytes})
+            size = len(message.data)
+            text = _dump({"token": message.token, "wanted_bytes": message.wanted_bytes, "data_bytes": size})
             return [_head(Kind.PROBE, 0), text, message.data]
 
 
@@ -255,9 +256,11 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
             return Goodbye(_text(_load(body, 0, 1, "GOODBYE"), "reason", "GOODBYE"))
         case Kind.PROBE:
             text = _load(body, 0, 2, "PROBE")
-            token, wanted = (_count(text, key, "PROBE") for key in ("token", "wanted_bytes"))
-            if max(wanted, len(body[1])) > MAX_PROBE_BYTES:
+            token, wanted, size = (_count(text, key, "PROBE") for key in ("token", "wanted_bytes", "data_bytes"))
+            if max(wanted, size) > MAX_PROBE_BYTES:
                 raise WireError(f"PROBE of more than {MAX_PROBE_BYTES} bytes")
+            if len(body[1]) != size:
+                raise WireError(f"PROBE with {len(body[1])} bytes, {size} were announced")
             return Probe(token, wanted, body[1])
     raise WireError(f"unknown kind of message: {kind}")
 
