@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agent.measure import cpu_quota as own_quota
+from agent.about import cpu_quota as own_quota
 from agent.profile import Profile, pack_profiles
 from emulator.calibration import calibrate
 from emulator.fleet import Fleet
@@ -123,7 +123,7 @@ needs_quota = pytest.mark.skipif(not quotas_work(), reason="no CPU quota can be 
 @needs_quota
 def test_a_quota_holds_is_seen_from_inside_and_leaves_nothing_behind() -> None:
     with quota.cpu_quota(2500, 10000) as group:
-        code = "from agent.measure import cpu_quota; input(); print(cpu_quota())"
+        code = "from agent.about import cpu_quota; input(); print(cpu_quota())"
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
