@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import platform
-import re
 import select
 import signal
 import socket
@@ -32,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     import numpy as np
 
     from agent.kernels import pick_kernel
+    from agent.probe import check_address
     from agent.profile import Profile, pack_profiles
     from agent.units import UnitError, parse_duration, parse_rate, parse_size
     from agent.wire import Join
@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     log = logging.getLogger("agent")
     try:
+        check_address(options.ps)
         measured = pick_kernel(options.kernel, options.threads)
         profile = Profile(
             flops=measured.flops,
@@ -51,10 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except (UnitError, ValueError) as error:
         print(f"agent: {error}", file=sys.stderr)
-        return 2
-    address = re.fullmatch(r"tcp://(?:[^:/\s]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", options.ps)
-    if not address or not 1 <= int(address[1]) <= 65535:
-        print(f"agent: --ps is {options.ps!r}; give an address such as tcp://192.0.2.7:5555", file=sys.stderr)
         return 2
     log.info(
         "%s: kernel %s, %.1f GFLOP/s measured with %d thread(s)%s",

@@ -76,16 +76,18 @@ class Performance:
         if not 0 < self.rested <= 1 or self.warm_up_s <= 0:
             raise ValueError("rested is above 0 and at most 1, and warm_up_s above 0")
 
-    def seconds(self, shapes: Shapes) -> Floats:
-        """Typical times, pauses included on average."""
+    def seconds(self, shapes: Shapes, places: Floats | None = None) -> Floats:
+        """Typical times, pauses included on average. `places`: see there; whoever asks often gives them."""
         result: Floats = terms(shapes, self.tile_rows, self.tile_columns) @ [getattr(self, term) for term in TERMS]
         if self.shapes:
-            near = closeness(self._coordinates(shapes), self._coordinates(np.array(self.shapes)), self.lengths)
+            here = coordinates(shapes, self.tile_rows, self.tile_columns)
+            near = closeness(here, self.places() if places is None else places, self.lengths)
             result *= np.exp(near @ np.array(self.weights))
         return result
 
-    def _coordinates(self, shapes: Shapes) -> Floats:
-        return coordinates(shapes, self.tile_rows, self.tile_columns)
+    def places(self) -> Floats:
+        """Where the measured shapes lie."""
+        return coordinates(np.array(self.shapes, np.int64).reshape(-1, 4), self.tile_rows, self.tile_columns)
 
 
 def figures_seconds(profiles: NDArray[np.void], shapes: Shapes) -> Floats:
@@ -163,6 +165,7 @@ class Processors:
     def __init__(self, models: Models) -> None:
         count = len(models.of)
         self._models = models
+        self._places = [kind.places() for kind in models.kinds]
         self._luck: dict[int, np.random.Generator] = {}
         self._warmth, self._ran_s, self._slower = np.zeros(count), np.zeros(count), np.ones(count)
 
@@ -178,11 +181,14 @@ class Processors:
         for number, kind in enumerate(self._models.kinds):
             at = np.flatnonzero(of == number)
             if len(at):
-                result[at] = self._slower[device[at]] * self._one_kind(kind, device[at], shapes[at], idle_s[at])
+                seconds = self._one_kind(kind, self._places[number], device[at], shapes[at], idle_s[at])
+                result[at] = self._slower[device[at]] * seconds
         return result
 
-    def _one_kind(self, model: Performance, device: NDArray[np.int64], shapes: Shapes, idle_s: Floats) -> Floats:
-        seconds = model.seconds(shapes)
+    def _one_kind(
+        self, model: Performance, places: Floats, device: NDArray[np.int64], shapes: Shapes, idle_s: Floats
+    ) -> Floats:
+        seconds = model.seconds(shapes, places)
         if model.spread[0] != model.spread[-1]:
             seconds *= np.interp([self._draw(d) for d in device.tolist()], SPREAD_AT, model.spread)
         if model.rested < 1:
