@@ -3,8 +3,8 @@
 A grid of products, interleaved and in rounds, so that whatever else the machine does meanwhile falls on all shapes
 alike and every round is a whole picture: Ctrl-C ends it, and what was measured is written all the same. Operands are
 taken from a place that was not touched lately, as those of a block are, which have just arrived. A sample is a stretch
-of calls long enough for the clock and, where the processor is taken away now and then (a CPU quota, a busy machine),
-for several such pauses.
+of calls: its time by the clock, and that of the processor, which goes on only while this process runs. Where it is kept
+waiting now and then (a CPU quota), only the second one says what a short call costs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_S = 0.4  # a single call of the grid, about
 SAMPLE_S = 0.02
 PAUSE_S = 0.0005  # a clock that jumps by more while nothing is done: the processor was away
 PAUSES_S = 1.5  # how long it is watched
-CYCLES = 8  # pauses a sample lasts at least
+CYCLES = 2  # pauses a sample lasts at least
 LONGEST_SAMPLE_S = 0.25
 WINDOW_S = 0.25  # of the sustained run
 Shape = tuple[int, int, int, int]  # batch, rows, inner, columns
@@ -144,7 +144,7 @@ class Measuring:
         from agent.grid import shapes
 
         self.say("warming up")
-        seconds = {kernel.name: self._call(kernel, (1, 384, 384, 384)) for kernel in self._kernels for _ in range(3)}
+        seconds = {kernel.name: self._call(kernel, (1, 384, 384, 384))[0] for kernel in self._kernels for _ in range(3)}
         fastest = min(self._kernels, key=lambda kernel: seconds[kernel.name])
         flops = 2 * 384**3 / seconds[fastest.name]
         if self._options.sustained:
@@ -202,22 +202,27 @@ class Measuring:
             self.say(f"this process is kept waiting {paused_s / length_s:.0%} of the time: samples are longer")
 
     def _sample(self, kernel: Any, shape: Shape) -> list[Any]:
-        """Calls, their seconds all together, and those of some of them."""
+        """Calls, their seconds all together, those of some of them, and the processor's all together."""
         each: list[float] = []
+        processor_s = 0.0
         opened = time.perf_counter()
         while not each or time.perf_counter() < opened + self.sample_s:
-            each.append(self._call(kernel, shape))
+            seconds, running_s = self._call(kernel, shape)
+            each.append(seconds)
+            processor_s += running_s
         step = -(-len(each) // EACH)
-        return [len(each), sum(each), each[::step]]
+        return [len(each), sum(each), each[::step], processor_s]
 
-    def _call(self, kernel: Any, shape: Shape) -> float:
+    def _call(self, kernel: Any, shape: Shape) -> tuple[float, float]:
+        """Seconds by the clock and of the processor."""
         batch, rows, inner, columns = shape
         left, right = self._take(batch * rows * inner), self._take(batch * columns * inner)
         one, two = left.reshape(batch, rows, inner), right.reshape(batch, columns, inner).transpose(0, 2, 1)
         factors = (one[0], two[0]) if batch == 1 else (one, two)
-        begin = time.perf_counter()
+        running, begin = time.process_time(), time.perf_counter()
         kernel.product(*factors)
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        return seconds, time.process_time() - running
 
     def _take(self, cells: int) -> Any:
         if self._at + cells > len(self._pool):

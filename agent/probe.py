@@ -28,14 +28,14 @@ def check_address(address: str) -> None:
 
 
 def measure_link(address: str) -> dict[str, Any]:
-    """Raw samples: seconds of round trips, and (bytes, seconds) of what went down and up."""
+    """Raw samples: seconds of round trips, and of what went down and up bytes, seconds, and those of the processor."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.connect(address)
         _trip(socket, address, 0, 0, 0)  # the first one also connects
-        trips_s = [_trip(socket, address, number + 1, 0, 0) for number in range(ROUND_TRIPS)]
+        trips_s = [_trip(socket, address, number + 1, 0, 0)[0] for number in range(ROUND_TRIPS)]
         down = _transfers(socket, address, down=True)
         up = _transfers(socket, address, down=False)
         return {"address": address, "round_trip_s": trips_s, "down": down, "up": up}
@@ -47,21 +47,23 @@ def _transfers(socket: zmq.Socket[bytes], address: str, down: bool) -> list[list
     """Larger and larger until one takes long enough, then a few of that size."""
     size, token, found = 1 << 14, 1000 if down else 2000, []
     while True:
-        seconds = _trip(socket, address, token, 0 if down else size, size if down else 0)
+        times = _trip(socket, address, token, 0 if down else size, size if down else 0)
         token += 1
-        if seconds >= ENOUGH_S or size >= MAX_PROBE_BYTES:
+        if times[0] >= ENOUGH_S or size >= MAX_PROBE_BYTES:
             break
         size *= 2
-    found.append([float(size), seconds])
+    found.append([float(size), *times])
     while len(found) < TRANSFERS:
-        found.append([float(size), _trip(socket, address, token, 0 if down else size, size if down else 0)])
+        found.append([float(size), *_trip(socket, address, token, 0 if down else size, size if down else 0)])
         token += 1
     return found
 
 
-def _trip(socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, down_bytes: int) -> float:
-    begin = time.perf_counter()
-    send_frames(socket, encode(Probe(token, down_bytes, bytes(up_bytes))))
+def _trip(socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, down_bytes: int) -> tuple[float, float]:
+    """Seconds by the clock and of this process's processor."""
+    frames = encode(Probe(token, down_bytes, bytes(up_bytes)))
+    running, begin = time.process_time(), time.perf_counter()
+    send_frames(socket, frames)
     while True:
         left_s = begin + PATIENCE_S - time.perf_counter()
         if left_s <= 0 or not socket.poll(int(1000 * left_s)):
@@ -72,6 +74,6 @@ def _trip(socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, do
             raise UserError(f"{address} answered what makes no sense ({error}); is it a Cleave server?") from None
         match answer:
             case Probe(token=returned) if returned == token:
-                return time.perf_counter() - begin
+                return time.perf_counter() - begin, time.process_time() - running
             case Refused(reason=reason):
                 raise UserError(f"{address} refused to be measured: {reason}")

@@ -1,9 +1,11 @@
 """Measured samples -> performance model, and how far it is off on shapes that it has not seen. Pure; needs SciPy.
 
-The typical time of a shape is the median over the rounds, of single calls; under a CPU quota, where a short call either
-meets a pause or does not, of the mean over many calls. The formula's terms are fitted without negative ones (every
-additional cell costs time), relative errors counting alike for short and long products, outliers little; the kernel's
-tile is the one that explains most. What is left is interpolated (a Gaussian process of maximum likelihood).
+The typical time of a shape is the median over the rounds, of single calls. Under a CPU quota, where a short call either
+meets a pause or does not, it is the processor's time, times what all calls together took longer than that.
+
+The formula's terms are fitted without negative ones (every additional cell costs time), relative errors counting alike
+for short and long products, outliers little; the kernel's tile is the one that explains most. What is left is
+interpolated (a Gaussian process of maximum likelihood).
 """
 
 from __future__ import annotations
@@ -54,8 +56,7 @@ class Calibration:
 def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
     """Fit the kernel that was asked for, or the one that the agent would take: the faster one on large products."""
     number = _kernel(samples, kernel)
-    rationed = samples.quota is not None
-    shapes, measured_s = typical(samples, number, rationed)
+    shapes, measured_s = typical(samples, number)
     if len(shapes) < LEAST_SHAPES:
         raise ProfileError(
             f"{samples.path} has samples of {len(shapes)} shapes, at least {LEAST_SHAPES} are needed; "
@@ -69,10 +70,13 @@ def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
     error = np.abs(predicted_s / measured_s - 1)
     model = fit(shapes, measured_s)
     run_s, pause_s = _pauses(samples)
+    down_s, up_s = _transfers(samples, number)
     rested, warm_up_s = warmth(samples.sustained)
     model = replace(
         model,
-        spread=spread(samples, number, rationed),
+        spread=spread(samples, number),
+        down_s=down_s,
+        up_s=up_s,
         run_s=run_s,
         pause_s=pause_s,
         rested=rested,
@@ -82,13 +86,29 @@ def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
     return Calibration(model, samples.kernels[number], shapes, measured_s, predicted_s, median, p95)
 
 
-def typical(samples: Samples, kernel: int, rationed: bool) -> tuple[NDArray[np.int64], Floats]:
+def typical(samples: Samples, kernel: int) -> tuple[NDArray[np.int64], Floats]:
+    found = _times(samples, kernel)
+    order = sorted(found)
+    return samples.shapes[order], np.array([np.median(found[shape]) for shape in order])
+
+
+def _times(samples: Samples, kernel: int) -> dict[int, list[float]]:
+    """By shape: what one call took, round by round."""
+    stretch = stretched(samples, kernel)
     found: dict[int, list[float]] = {}
     for s in samples.samples:
         if s.kernel == kernel:
-            found.setdefault(s.shape, []).append(s.seconds / s.calls if rationed else float(np.median(s.each_s)))
-    order = sorted(found)
-    return samples.shapes[order], np.array([np.median(found[shape]) for shape in order])
+            seconds = float(np.median(s.each_s)) if stretch is None else stretch * s.processor_s / s.calls
+            found.setdefault(s.shape, []).append(seconds)
+    return found
+
+
+def stretched(samples: Samples, kernel: int) -> float | None:
+    """How much longer calls took than the processor's time, under a CPU quota; None without one."""
+    if samples.quota is None:
+        return None
+    mine = [s for s in samples.samples if s.kernel == kernel]
+    return sum(s.seconds for s in mine) / sum(s.processor_s for s in mine)
 
 
 def fit(shapes: NDArray[np.int64], measured_s: Floats) -> Performance:
@@ -154,14 +174,17 @@ def _interpolation(places: Floats, values: Floats) -> tuple[Floats, Floats]:
     return np.exp(found[:COORDINATES]), weights
 
 
-def spread(samples: Samples, kernel: int, rationed: bool) -> tuple[float, ...]:
+def spread(samples: Samples, kernel: int) -> tuple[float, ...]:
     """How calls of one shape differ: quantiles of their time over the typical one; of the longer half of the shapes,
-    because a moment in which somebody else has the processor is a hundred times a short call. Under a quota of samples
-    of many calls, because single ones differ by the pauses, which are modelled as such."""
+    because a moment in which somebody else has the processor is a hundred times a short call. Under a quota by the
+    processor's time: by the clock single ones differ by the pauses, which are modelled as such."""
     by_shape: dict[int, list[float]] = {}
-    for s in samples.samples:
-        if s.kernel == kernel:
-            by_shape.setdefault(s.shape, []).extend([s.seconds / s.calls] if rationed else s.each_s)
+    if samples.quota is not None:
+        by_shape = _times(samples, kernel)
+    else:
+        for s in samples.samples:
+            if s.kernel == kernel:
+                by_shape.setdefault(s.shape, []).extend(s.each_s)
     typical_s = {shape: float(np.median(times)) for shape, times in by_shape.items()}
     long_s = np.median(list(typical_s.values()))
     factors = np.concatenate([np.array(by_shape[i]) / t for i, t in typical_s.items() if t >= long_s])
@@ -175,6 +198,19 @@ def _pauses(samples: Samples) -> tuple[float, float]:
     if samples.quota is None or away_s <= PAUSES_MATTER * ran_s or ran_s <= 0:
         return 0.0, 0.0
     return float(ran_s / len(samples.pauses)), float(away_s / len(samples.pauses))
+
+
+def _transfers(samples: Samples, kernel: int) -> tuple[float, float]:
+    """Seconds a byte, down and up, that the processor is busy with the link and does not compute. Only under a CPU
+    quota: elsewhere another core does it."""
+    stretch = stretched(samples, kernel)
+    if stretch is None or samples.link is None:
+        return 0.0, 0.0
+    down_s, up_s = (
+        stretch * float(np.median([running_s / size for size, _, running_s in samples.link[way]]))
+        for way in ("down", "up")
+    )
+    return down_s, up_s
 
 
 def warmth(sustained: Floats) -> tuple[float, float]:

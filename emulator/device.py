@@ -56,7 +56,8 @@ class Devices:
             downloaded = transfer(sent, self._downlink_free_s[d], down_bytes[wave], profile["down_bps"])
             self._downlink_free_s[d] = downloaded
             begins_s = np.maximum(downloaded + latency_s, self._processor_free_s[d])
-            compute_s[wave] = self._compute_s(d, profile, shapes[wave], begins_s)
+            moved_bytes = np.stack([down_bytes[wave], up_bytes[wave]], axis=1)
+            compute_s[wave] = self._compute_s(d, profile, shapes[wave], moved_bytes, begins_s)
             computed = begins_s + compute_s[wave]
             self._processor_free_s[d] = computed
             uploaded = transfer(computed, self._uplink_free_s[d], up_bytes[wave], profile["up_bps"])
@@ -64,11 +65,18 @@ class Devices:
             due_s[wave] = uploaded + latency_s
         return due_s, compute_s
 
-    def _compute_s(self, d: NDArray[np.int64], profile: NDArray[np.void], shapes: Shapes, begins_s: Seconds) -> Seconds:
+    def _compute_s(
+        self,
+        d: NDArray[np.int64],
+        profile: NDArray[np.void],
+        shapes: Shapes,
+        moved_bytes: NDArray[np.int64],
+        begins_s: Seconds,
+    ) -> Seconds:
         seconds = figures_seconds(profile, shapes)
         if self._processors is None:
             return seconds
-        return self._processors.seconds(d, shapes, begins_s - self._processor_free_s[d], seconds)
+        return self._processors.seconds(d, shapes, moved_bytes, begins_s - self._processor_free_s[d], seconds)
 
 
 def waves(device: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -10,6 +10,7 @@ what is multiplied, add up. It is multiplied by an efficiency that depends on th
 this shape differ from that formula, interpolated between the measured shapes (none far away from them). All of this is
 the typical time. Around it
 
+    link     every byte received and sent keeps the processor busy, where nothing else does that work,
     pauses   the processor is taken away for `pause_s` after every `run_s` of running (a CPU quota),
     spread   each block takes a factor drawn from the measured ones, seeded by device,
     warmth   a device that has rested takes `rested` times as long, which wears off with `warm_up_s` of computing.
@@ -51,6 +52,8 @@ class Performance:
     weights: tuple[float, ...] = ()
     lengths: tuple[float, ...] = (1.0,) * COORDINATES
     spread: tuple[float, ...] = (1.0,) * len(SPREAD_AT)
+    down_s: float = 0.0  # of the processor, a byte received
+    up_s: float = 0.0  # and sent
     run_s: float = 0.0  # between two pauses; 0: none
     pause_s: float = 0.0
     rested: float = 1.0
@@ -58,7 +61,7 @@ class Performance:
 
     def __post_init__(self) -> None:
         numbers = [*(getattr(self, term) for term in TERMS), *self.weights, *self.lengths, *self.spread]
-        numbers += [self.run_s, self.pause_s, self.rested, self.warm_up_s]
+        numbers += [self.down_s, self.up_s, self.run_s, self.pause_s, self.rested, self.warm_up_s]
         if not all(np.isfinite(number) for number in numbers):
             raise ValueError("a figure of the performance model is not a finite number")
         if min(getattr(self, term) for term in TERMS) < 0 or self.work_s <= 0:
@@ -71,6 +74,8 @@ class Performance:
             raise ValueError("a shape is batch, rows, inner and columns, each at least 1")
         if len(self.spread) != len(SPREAD_AT) or min(self.spread) <= 0 or list(self.spread) != sorted(self.spread):
             raise ValueError(f"spread is {len(SPREAD_AT)} factors above zero that rise")
+        if self.down_s < 0 or self.up_s < 0:
+            raise ValueError("down_s and up_s must not be negative")
         if self.run_s < 0 or self.pause_s < 0 or (self.pause_s > 0) != (self.run_s > 0):
             raise ValueError("run_s and pause_s are both above zero, or both zero")
         if not 0 < self.rested <= 1 or self.warm_up_s <= 0:
@@ -173,27 +178,33 @@ class Processors:
         """So many times slower than the model says, from now on."""
         self._slower[devices] = factor
 
-    def seconds(self, device: NDArray[np.int64], shapes: Shapes, idle_s: Floats, figures_s: Floats) -> Floats:
-        """One block each on different devices, which had nothing to do for `idle_s` before. `figures_s`: how long it
-        takes where there is no model."""
+    def seconds(
+        self,
+        device: NDArray[np.int64],
+        shapes: Shapes,
+        moved_bytes: NDArray[np.int64],
+        idle_s: Floats,
+        figures_s: Floats,
+    ) -> Floats:
+        """One block each on different devices, which had nothing to do for `idle_s` before. `moved_bytes`: [k, 2], what
+        it brings and what goes back. `figures_s`: how long it takes where there is no model."""
         result = figures_s.copy()
         of = self._models.of[device]
         for number, kind in enumerate(self._models.kinds):
             at = np.flatnonzero(of == number)
             if len(at):
-                seconds = self._one_kind(kind, self._places[number], device[at], shapes[at], idle_s[at])
-                result[at] = self._slower[device[at]] * seconds
+                typical_s = kind.seconds(shapes[at], self._places[number]) + moved_bytes[at] @ [kind.down_s, kind.up_s]
+                result[at] = self._slower[device[at]] * self._live(kind, device[at], typical_s, idle_s[at])
         return result
 
-    def _one_kind(
-        self, model: Performance, places: Floats, device: NDArray[np.int64], shapes: Shapes, idle_s: Floats
-    ) -> Floats:
-        seconds = model.seconds(shapes, places)
+    def _live(self, model: Performance, device: NDArray[np.int64], typical_s: Floats, idle_s: Floats) -> Floats:
+        """What becomes of typical times on these devices now."""
+        seconds = typical_s
         if model.spread[0] != model.spread[-1]:
-            seconds *= np.interp([self._draw(d) for d in device.tolist()], SPREAD_AT, model.spread)
+            seconds = seconds * np.interp([self._draw(d) for d in device.tolist()], SPREAD_AT, model.spread)
         if model.rested < 1:
             warmth = self._warmth[device] * np.exp(-idle_s / model.warm_up_s)
-            seconds *= model.rested + (1 - model.rested) * warmth
+            seconds = seconds * (model.rested + (1 - model.rested) * warmth)
             self._warmth[device] = 1 - (1 - warmth) * np.exp(-seconds / model.warm_up_s)
         if model.pause_s:
             before_s = np.where(idle_s >= model.pause_s, 0.0, self._ran_s[device])

@@ -29,6 +29,7 @@ class Sample:
     calls: int
     seconds: float  # all calls together
     each_s: tuple[float, ...]  # some single calls
+    processor_s: float  # of all calls: while the process was running
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +89,12 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
     if not all(len(s) == 4 and all(isinstance(x, int) and x >= 1 for x in s) for s in shapes):
         raise ProfileError(f"{path} has a shape that is none: four whole numbers from 1 up are needed; {AGAIN}")
     samples = []
-    for number, (kernel, shape, _, calls, seconds, each) in enumerate(document["samples"]):
+    for number, (kernel, shape, _, calls, seconds, each, processor_s) in enumerate(document["samples"]):
         if not (0 <= kernel < len(document["kernels"]) and 0 <= shape < len(shapes) and calls >= 1 and each):
             raise ProfileError(f"{path}: sample {number} names a kernel or shape that is not there; {AGAIN}")
-        for value in (seconds, *each):
+        for value in (seconds, *each, processor_s):
             _positive(path, f"sample {number} of shape {shapes[shape]}", value)
-        samples.append(Sample(kernel, shape, calls, float(seconds), tuple(float(x) for x in each)))
+        samples.append(Sample(kernel, shape, calls, float(seconds), tuple(float(x) for x in each), float(processor_s)))
     windows = (document["sustained"] or {"windows": []})["windows"]
     for at, calls, seconds in windows:
         if not math.isfinite(at) or calls < 1:
@@ -104,7 +105,10 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
         if len(pair) != 2 or not all(math.isfinite(x) and x >= 0 for x in pair):
             raise ProfileError(f"{path}: a pause makes no sense: {pair}; {AGAIN}")
     if link := document["link"]:
-        for seconds in (*link["round_trip_s"], *(s for way in ("down", "up") for _, s in link[way])):
+        for seconds in (
+            *link["round_trip_s"],
+            *(s for way in ("down", "up") for _, *times in link[way] for s in times),
+        ):
             _positive(path, "the link", seconds)
     return Samples(
         path=path,

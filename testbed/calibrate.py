@@ -108,7 +108,9 @@ def link_figures(samples: Samples) -> dict[str, float] | None:
         return None
     trip_s = float(np.median(samples.link["round_trip_s"]))
     rates = {
-        f"{way}_bps": float(np.median([8 * size / max(seconds - trip_s, 1e-6) for size, seconds in samples.link[way]]))
+        f"{way}_bps": float(
+            np.median([8 * size / max(seconds - trip_s, 1e-6) for size, seconds, _ in samples.link[way]])
+        )
         for way in ("down", "up")
     }
     return {**rates, "latency_s": trip_s / 2}

@@ -87,11 +87,11 @@ class Row:
 
 def stream(devices: Sequence[Device], steps: int, seconds: float, seed: int) -> list[list[Part]]:
     """So many steps of one product each, which take every device about so long by its model. Strips of rows of random
-    height, columns and inner length, the same for both sides."""
+    height, columns and inner length, the same for both sides; large ones, as those of a large model are."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(steps):
-        inner, columns = int(rng.integers(256, 1025)), int(rng.integers(192, 769))
+        inner, columns = int(rng.integers(512, 2049)), int(rng.integers(384, 1025))
         tiles, owners, at = [], [], 0
         for number, device in enumerate(devices):
             one_s = device.calibration.model.seconds(np.array([[1, 128, inner, columns]]))[0] / 128

@@ -41,7 +41,7 @@ def profile(count: int = 60, rounds: int = 3) -> dict[str, Any]:
         for kernel, slower in enumerate((1.0, 2.0)):
             for shape, typical_s in enumerate(seconds):
                 each = (typical_s * slower * rng.lognormal(0, 0.02, 3)).tolist()
-                samples.append([kernel, shape, number, 3, sum(each), each])
+                samples.append([kernel, shape, number, 3, sum(each), each, sum(each) / 4])
     return {
         "format": "cleave-profile",
         "version": 1,
@@ -62,7 +62,12 @@ def profile(count: int = 60, rounds: int = 3) -> dict[str, Any]:
         },
         "pauses": {"watched_s": 1.0, "ran_and_away_s": []},
         "copy_bytes_per_s": 1e10,
-        "link": {"address": "tcp://x:1", "round_trip_s": [0.02] * 5, "down": [[1e6, 0.12]], "up": [[1e6, 0.22]]},
+        "link": {
+            "address": "tcp://x:1",
+            "round_trip_s": [0.02] * 5,
+            "down": [[1e6, 0.12, 0.01]],
+            "up": [[1e6, 0.22, 0.02]],
+        },
     }
 
 
@@ -101,6 +106,7 @@ def test_pauses_count_only_where_a_quota_makes_them(tmp_path: Path) -> None:
     document["device"]["cpu_quota"] = {"quota_us": 2500, "period_us": 10000}
     model = calibrate(read_samples(written(tmp_path, document))).model
     assert [model.run_s, model.pause_s] == pytest.approx([0.004, 0.012])
+    assert [model.down_s, model.up_s] == pytest.approx([4e-8, 8e-8])  # the processor's time, four times stretched
 
 
 def test_the_link_is_what_a_transfer_takes_longer_than_a_round_trip(tmp_path: Path) -> None:

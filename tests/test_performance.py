@@ -141,7 +141,10 @@ def stream(model: Performance, blocks: int, idle_s: float = 0.0, seed: int = 0) 
     processors = Processors(models(model, 1, seed))
     device = np.zeros(1, np.int64)
     return np.array(
-        [processors.seconds(device, one(1, 64, 64, 64), np.full(1, idle_s), np.zeros(1))[0] for _ in range(blocks)]
+        [
+            processors.seconds(device, one(1, 64, 64, 64), one(0, 0), np.full(1, idle_s), np.zeros(1))[0]
+            for _ in range(blocks)
+        ]
     )
 
 
@@ -202,6 +205,14 @@ def test_devices_without_a_model_keep_their_two_figures_beside_those_that_have_o
     mixed.slow([0, 1], 3.0)
     _, slower_s = mixed.schedule(9.0, np.array([0, 1]), np.array([8, 8]), tables, np.array([8, 8]))
     assert slower_s == pytest.approx(3 * compute_s)
+
+
+def test_the_link_takes_the_processor_where_nothing_else_does_its_work() -> None:
+    profiles = pack_profiles([Profile(1e9, 0.25, 1e9, 1e9, 0.0, 1 << 30, 4)])
+    busy = Devices(profiles, models(replace(KERNEL, down_s=1e-6, up_s=2e-6), 1))
+    table = one(1, 64, 64, 64)
+    _, compute_s = busy.schedule(0.0, np.array([0]), np.array([1000]), table, np.array([500]))
+    assert compute_s == pytest.approx(KERNEL.seconds(table) + 0.002)
 
 
 # ---- as text
