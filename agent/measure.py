@@ -135,6 +135,7 @@ class Measuring:
         self.found: dict[str, Any] = {
             "shapes": [],
             "samples": [],
+            "rounds": [],
             "sustained": None,
             "pauses": None,
             "copy_bytes_per_s": None,
@@ -158,10 +159,13 @@ class Measuring:
             self._call(self._kernels[kernel], grid[shape])  # sessions are made, code is loaded
         rounds, begun, told = self._options.rounds, time.perf_counter(), 0.0
         for number in range(rounds):
+            self.found["rounds"].append([0.0, 0.0])
+            opened, running = time.perf_counter(), time.process_time()
             for done, place in enumerate(self._rng.permutation(len(work)).tolist()):
                 kernel, shape = work[place]
                 self.found["samples"].append([kernel, shape, number, *self._sample(self._kernels[kernel], grid[shape])])
                 now = time.perf_counter()
+                self.found["rounds"][-1] = [now - opened, time.process_time() - running]
                 if now - told >= 2.0:
                     told, share = now, (number * len(work) + done + 1) / (rounds * len(work))
                     self.say(

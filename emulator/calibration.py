@@ -1,7 +1,7 @@
 """Measured samples -> performance model, and how far it is off on shapes that it has not seen. Pure; needs SciPy.
 
 The typical time of a shape is the median over the rounds, of single calls. Under a CPU quota, where a short call either
-meets a pause or does not, it is the processor's time, times what all calls together took longer than that.
+meets a pause or does not, it is the processor's time, times what all rounds together took longer than that.
 
 The formula's terms are fitted without negative ones (every additional cell costs time), relative errors counting alike
 for short and long products, outliers little; the kernel's tile is the one that explains most. What is left is
@@ -70,7 +70,7 @@ def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
     error = np.abs(predicted_s / measured_s - 1)
     model = fit(shapes, measured_s)
     run_s, pause_s = _pauses(samples)
-    down_s, up_s = _transfers(samples, number)
+    down_s, up_s = _transfers(samples)
     rested, warm_up_s = warmth(samples.sustained)
     model = replace(
         model,
@@ -94,7 +94,7 @@ def typical(samples: Samples, kernel: int) -> tuple[NDArray[np.int64], Floats]:
 
 def _times(samples: Samples, kernel: int) -> dict[int, list[float]]:
     """By shape: what one call took, round by round."""
-    stretch = stretched(samples, kernel)
+    stretch = stretched(samples)
     found: dict[int, list[float]] = {}
     for s in samples.samples:
         if s.kernel == kernel:
@@ -103,12 +103,9 @@ def _times(samples: Samples, kernel: int) -> dict[int, list[float]]:
     return found
 
 
-def stretched(samples: Samples, kernel: int) -> float | None:
-    """How much longer calls took than the processor's time, under a CPU quota; None without one."""
-    if samples.quota is None:
-        return None
-    mine = [s for s in samples.samples if s.kernel == kernel]
-    return sum(s.seconds for s in mine) / sum(s.processor_s for s in mine)
+def stretched(samples: Samples) -> float | None:
+    """How much longer things take than the processor's time, under a CPU quota; None without one."""
+    return None if samples.quota is None else max(1.0, samples.stretch)
 
 
 def fit(shapes: NDArray[np.int64], measured_s: Floats) -> Performance:
@@ -200,10 +197,10 @@ def _pauses(samples: Samples) -> tuple[float, float]:
     return float(ran_s / len(samples.pauses)), float(away_s / len(samples.pauses))
 
 
-def _transfers(samples: Samples, kernel: int) -> tuple[float, float]:
+def _transfers(samples: Samples) -> tuple[float, float]:
     """Seconds a byte, down and up, that the processor is busy with the link and does not compute. Only under a CPU
     quota: elsewhere another core does it."""
-    stretch = stretched(samples, kernel)
+    stretch = stretched(samples)
     if stretch is None or samples.link is None:
         return 0.0, 0.0
     down_s, up_s = (

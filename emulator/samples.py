@@ -43,6 +43,7 @@ class Samples:
     kernels: list[str]
     shapes: NDArray[np.int64]  # [k, 4]
     samples: list[Sample]
+    stretch: float  # how much longer the rounds took than the processor's time
     sustained: Floats  # [w, 2]: when, seconds a call
     pauses: Floats  # [p, 2]: seconds run, seconds away
     link: dict[str, Any] | None
@@ -95,6 +96,9 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
         for value in (seconds, *each, processor_s):
             _positive(path, f"sample {number} of shape {shapes[shape]}", value)
         samples.append(Sample(kernel, shape, calls, float(seconds), tuple(float(x) for x in each), float(processor_s)))
+    elapsed_s, running_s = (sum(times) for times in zip(*document["rounds"], strict=True)) if samples else (1.0, 1.0)
+    for value in (elapsed_s, running_s):
+        _positive(path, "all rounds", value)
     windows = (document["sustained"] or {"windows": []})["windows"]
     for at, calls, seconds in windows:
         if not math.isfinite(at) or calls < 1:
@@ -120,6 +124,7 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
         kernels=[str(kernel) for kernel in document["kernels"]],
         shapes=np.array(shapes, np.int64).reshape(-1, 4),
         samples=samples,
+        stretch=elapsed_s / running_s,
         sustained=np.array([(at, seconds / calls) for at, calls, seconds in windows]).reshape(-1, 2),
         pauses=np.array(away, np.float64).reshape(-1, 2),
         link=link,

@@ -55,6 +55,7 @@ def profile(count: int = 60, rounds: int = 3) -> dict[str, Any]:
         "rejected": {},
         "shapes": [list(shape) for shape in grid],
         "samples": samples,
+        "rounds": [[4.0, 1.0]] * rounds,
         "sustained": {
             "kernel": "numpy",
             "shape": [1, 256, 256, 256],
