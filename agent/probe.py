@@ -34,33 +34,37 @@ def measure_link(address: str) -> dict[str, Any]:
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.connect(address)
-        _trip(socket, address, 0, 0, 0)  # the first one also connects
-        trips_s = [_trip(socket, address, number + 1, 0, 0)[0] for number in range(ROUND_TRIPS)]
-        down = _transfers(socket, address, down=True)
-        up = _transfers(socket, address, down=False)
+        kept: list[Any] = []
+        _trip(socket, address, 0, 0, 0, kept)  # the first one also connects
+        trips_s = [_trip(socket, address, number + 1, 0, 0, kept)[0] for number in range(ROUND_TRIPS)]
+        down = _transfers(socket, address, True, kept)
+        up = _transfers(socket, address, False, kept)
         return {"address": address, "round_trip_s": trips_s, "down": down, "up": up}
     finally:
         context.destroy(linger=0)
 
 
-def _transfers(socket: zmq.Socket[bytes], address: str, down: bool) -> list[list[float]]:
+def _transfers(socket: zmq.Socket[bytes], address: str, down: bool, kept: list[Any]) -> list[list[float]]:
     """Larger and larger until one takes long enough, then a few of that size."""
     size, token, found = 1 << 14, 1000 if down else 2000, []
     while True:
-        times = _trip(socket, address, token, 0 if down else size, size if down else 0)
+        times = _trip(socket, address, token, 0 if down else size, size if down else 0, kept)
         token += 1
         if times[0] >= ENOUGH_S or size >= MAX_PROBE_BYTES:
             break
         size *= 2
     found.append([float(size), *times])
     while len(found) < TRANSFERS:
-        found.append([float(size), *_trip(socket, address, token, 0 if down else size, size if down else 0)])
+        found.append([float(size), *_trip(socket, address, token, 0 if down else size, size if down else 0, kept)])
         token += 1
     return found
 
 
-def _trip(socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, down_bytes: int) -> tuple[float, float]:
-    """Seconds by the clock and of this process's processor."""
+def _trip(
+    socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, down_bytes: int, kept: list[Any]
+) -> tuple[float, float]:
+    """Seconds by the clock and of this process's processor. What came is kept, as operands are: the next answer needs
+    memory of its own."""
     frames = encode(Probe(token, down_bytes, bytes(up_bytes)))
     running, begin = time.process_time(), time.perf_counter()
     send_frames(socket, frames)
@@ -74,6 +78,7 @@ def _trip(socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, do
             raise UserError(f"{address} answered what makes no sense ({error}); is it a Cleave server?") from None
         match answer:
             case Probe(token=returned) if returned == token:
+                kept.append(answer.data)
                 return time.perf_counter() - begin, time.process_time() - running
             case Refused(reason=reason):
                 raise UserError(f"{address} refused to be measured: {reason}")
