@@ -81,7 +81,9 @@ def read_samples(path: Path) -> Samples:
         )
     try:
         return _samples(path, document)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except ProfileError:
+        raise
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ProfileError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from None
 
 

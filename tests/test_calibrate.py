@@ -202,6 +202,8 @@ BAD = {
     "negative": (json.dumps(with_sample(4, -1.0)), "took -1.0 seconds"),
     "no such shape": (json.dumps(with_sample(1, 99)), "sample 5"),
     "no number": (json.dumps(with_sample(4, "long")), "took 'long' seconds"),
+    "a sample cut short": (json.dumps(spoil(samples=[[0, 0, 0, 1, 1.0]])), "damaged"),
+    "rounds without time": (json.dumps(spoil(rounds=[[0.0, 0.0]])), "all rounds took 0.0 seconds"),
     "an empty shape": (json.dumps(spoil(shapes=[[1, 0, 1, 1]])), "shape"),
     "no samples": (json.dumps({k: v for k, v in profile(24, 1).items() if k != "samples"}), "damaged"),
     "nothing measured": (json.dumps(spoil(samples=[])), "no samples"),
