@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -256,6 +257,7 @@ def calibrate(
 
     Exit code 0: done. 2: the profile or an option is wrong; one line says why.
     """
+    _one_thread()
     from emulator.calibration import calibrate as fit
     from emulator.samples import read_samples
     from emulator.zoo import KINDS
@@ -306,6 +308,7 @@ def twin(
 
     Exit code 0: done. 1: agents or twins could not do it. 2: a profile or an option is wrong; one line says why.
     """
+    _one_thread()
     from emulator.calibration import calibrate as fit
     from emulator.samples import read_samples
     from testbed import twin as twins
@@ -379,6 +382,11 @@ def inspect(
 
     console = Console(highlight=False)
     inspection.print_trace(console if console.is_terminal else Console(highlight=False, width=100), trace)
+
+
+def _one_thread() -> None:
+    """Small matrices: threads would only get in each other's way. Read when NumPy and SciPy are first imported."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def main() -> None:

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from agent.errors import Failure
-from emulator.calibration import calibrate
-from emulator.samples import read_samples
-from testbed import twin
-from testbed.quota import cpu_quota, enter
 
 PERIOD_US = 10_000
 QUOTAS_US = (2500, 4000, 6000)
@@ -35,6 +31,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--twins", nargs="*", choices=TOGETHER, default=list(TOGETHER))
     options = parser.parse_args()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy and SciPy are imported: small matrices
+    from emulator.calibration import calibrate
+    from emulator.samples import read_samples
+    from testbed import twin
+
     options.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         os.nice(-10)  # whoever else is on this machine
@@ -61,6 +62,9 @@ def main() -> int:
 
 
 def measure(path: Path, quota_us: int, shapes: int, rounds: int) -> None:
+    from testbed import twin
+    from testbed.quota import cpu_quota, enter
+
     command = [sys.executable, "-m", "agent", "measure", "--out", str(path), "--name", path.stem, "--sustained", "3"]
     command += ["--kernel", "onnxruntime", "--shapes", str(shapes), "--rounds", str(rounds)]
     with twin.serving() as server, cpu_quota(quota_us, PERIOD_US) as group:
