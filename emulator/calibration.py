@@ -1,7 +1,8 @@
 """Measured samples -> performance model, and how far it is off on shapes that it has not seen. Pure; needs SciPy.
 
 The typical time of a shape is the median over the rounds, of single calls. Under a CPU quota, where a short call either
-meets a pause or does not, it is the processor's time, times what all rounds together took longer than that.
+meets a pause or does not, it is the processor's time, times what all rounds together took longer than that. What slowed
+down all shapes for a while (somebody else's work on a shared machine) is divided out first.
 
 The formula's terms are fitted without negative ones (every additional cell costs time), relative errors counting alike
 for short and long products, outliers little; the kernel's tile is the one that explains most. What is left is
@@ -26,6 +27,7 @@ TILES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 ROBUST = 0.05  # a relative error beyond this counts as its size, not as its square
 FOLDS = 5
 LEAST_SHAPES = 20
+DRIFT = 15  # samples: what lasts shorter than this is chance
 PAUSES_MATTER = 0.02  # of the time
 WARMTH_MATTERS = 0.03
 NOT_RESTED = (1.0, 1.0)  # a rest makes no difference
@@ -93,14 +95,31 @@ def typical(samples: Samples, kernel: int) -> tuple[NDArray[np.int64], Floats]:
 
 
 def _times(samples: Samples, kernel: int) -> dict[int, list[float]]:
-    """By shape: what one call took, round by round."""
+    """By shape: what one call took, round by round, without what slowed down all shapes at that time."""
     stretch = stretched(samples)
-    found: dict[int, list[float]] = {}
-    for s in samples.samples:
-        if s.kernel == kernel:
-            seconds = float(np.median(s.each_s)) if stretch is None else stretch * s.processor_s / s.calls
-            found.setdefault(s.shape, []).append(seconds)
-    return found
+    mine = [s for s in samples.samples if s.kernel == kernel]
+    shape = np.array([s.shape for s in mine])
+    seconds = np.array(
+        [float(np.median(s.each_s)) if stretch is None else stretch * s.processor_s / s.calls for s in mine]
+    )
+    seconds /= np.exp(drift(shape, np.log(seconds)))
+    return {number: seconds[shape == number].tolist() for number in np.unique(shape).tolist()}
+
+
+def drift(shape: NDArray[np.int64], logs: Floats) -> Floats:
+    """How much slower the machine was at each sample than it usually was: the samples are in the order of time, and
+    neighbours in time are of different shapes. Nothing, where a shape was seen only once or twice."""
+    slower: Floats = np.zeros(len(logs))
+    members = [np.flatnonzero(shape == number) for number in np.unique(shape)]
+    if min((len(m) for m in members), default=0) < 3:
+        return slower
+    for _ in range(3):
+        left = logs - slower
+        for at in members:
+            left[at] = logs[at] - np.median(left[at])
+        padded = np.pad(left, DRIFT // 2, mode="reflect")
+        slower = np.median(np.lib.stride_tricks.sliding_window_view(padded, DRIFT), axis=1)
+    return slower - float(np.median(slower))
 
 
 def stretched(samples: Samples) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 from agent.errors import UserError
 from agent.grid import shapes
 from agent.profile import pack_profiles
-from emulator.calibration import calibrate
+from emulator.calibration import calibrate, drift
 from emulator.fleet import draw_fleet
 from emulator.performance import Performance
 from emulator.samples import ProfileError, read_samples
@@ -126,6 +126,18 @@ def test_a_device_file_says_where_it_comes_from_and_can_be_read_back(tmp_path: P
     fresh = np.array(shapes(50, 9, 1e9, 1 << 25))
     assert device.performance is not None
     assert device.performance.seconds(fresh) == pytest.approx(found.model.seconds(fresh), rel=1e-3)
+
+
+def test_what_slowed_down_all_shapes_for_a_while_is_divided_out() -> None:
+    rng = np.random.default_rng(0)
+    shape = np.concatenate([rng.permutation(40) for _ in range(5)])
+    truth, slower = rng.uniform(-9, -5, 40), np.zeros(200)
+    slower[60:140] = np.log(1.5)  # for two of five rounds
+    logs = truth[shape] + slower + rng.normal(0, 0.01, 200)
+    cleaned = logs - drift(shape, logs)
+    off = np.array([np.median(cleaned[shape == number]) for number in range(40)]) - truth
+    assert np.abs(off - np.median(off)).max() < 0.03
+    assert np.abs(drift(shape[:40], logs[:40])).max() == 0.0  # once each: nobody can tell
 
 
 # ---- a fleet of it
