@@ -183,11 +183,11 @@ class Measuring:
         self.found["sustained"] = {"kernel": kernel.name, "shape": list(shape), "windows": windows}
         begun = time.perf_counter()
         while (opened := time.perf_counter()) < begun + length_s:
-            calls = 0
+            calls, running = 0, time.process_time()
             while time.perf_counter() < opened + WINDOW_S:
                 self._call(kernel, shape)
                 calls += 1
-            windows.append([opened - begun, calls, time.perf_counter() - opened])
+            windows.append([opened - begun, calls, time.perf_counter() - opened, time.process_time() - running])
 
     def _watch_pauses(self, length_s: float) -> None:
         """How evenly the processor's time comes: how long this process runs, and how long it is then away, in turn."""

@@ -242,7 +242,7 @@ def warmth(sustained: Floats) -> tuple[float, float]:
 
     low = end_s / len(at_s)
     try:
-        (_, rested, tau), _ = curve_fit(
+        found, _ = curve_fit(
             law,
             at_s,
             seconds,
@@ -253,8 +253,9 @@ def warmth(sustained: Floats) -> tuple[float, float]:
         )
     except RuntimeError:  # no such curve in it
         return NOT_RESTED
-    noise = float(np.std(np.diff(np.log(seconds))) / np.sqrt(2))
-    if 1 - rested < max(WARMTH_MATTERS, 2 * noise / np.sqrt(max(1.0, tau / low))):
+    _, rested, tau = found
+    unexplained = np.abs(seconds - law(at_s, *found)).sum() > 0.5 * np.abs(seconds - np.median(seconds)).sum()
+    if 1 - rested < WARMTH_MATTERS or unexplained:  # the second: a wave of something else
         return NOT_RESTED
     return float(rested), float(tau)
 

@@ -44,7 +44,7 @@ class Samples:
     shapes: NDArray[np.int64]  # [k, 4]
     samples: list[Sample]
     stretch: float  # how much longer the rounds took than the processor's time
-    sustained: Floats  # [w, 2]: when, seconds a call
+    sustained: Floats  # [w, 2]: when, the processor's seconds a call: it gets slower when warm, not when others want it
     pauses: Floats  # [p, 2]: seconds run, seconds away
     link: dict[str, Any] | None
 
@@ -98,14 +98,16 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
         for value in (seconds, *each, processor_s):
             _positive(path, f"sample {number} of shape {shapes[shape]}", value)
         samples.append(Sample(kernel, shape, calls, float(seconds), tuple(float(x) for x in each), float(processor_s)))
-    elapsed_s, running_s = (sum(times) for times in zip(*document["rounds"], strict=True)) if samples else (1.0, 1.0)
-    for value in (elapsed_s, running_s):
+    elapsed_s, processor_s = (sum(times) for times in zip(*document["rounds"], strict=True)) if samples else (1.0, 1.0)
+    for value in (elapsed_s, processor_s):
         _positive(path, "all rounds", value)
+    stretch = elapsed_s / processor_s
     windows = (document["sustained"] or {"windows": []})["windows"]
-    for at, calls, seconds in windows:
+    for at, calls, seconds, running_s in windows:
         if not math.isfinite(at) or calls < 1:
             raise ProfileError(f"{path}: a window of the sustained run makes no sense; {AGAIN}")
-        _positive(path, "the sustained run", seconds)
+        for value in (seconds, running_s):
+            _positive(path, "the sustained run", value)
     away = (document["pauses"] or {"ran_and_away_s": []})["ran_and_away_s"]
     for pair in away:
         if len(pair) != 2 or not all(math.isfinite(x) and x >= 0 for x in pair):
@@ -126,8 +128,8 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
         kernels=[str(kernel) for kernel in document["kernels"]],
         shapes=np.array(shapes, np.int64).reshape(-1, 4),
         samples=samples,
-        stretch=elapsed_s / running_s,
-        sustained=np.array([(at, seconds / calls) for at, calls, seconds in windows]).reshape(-1, 2),
+        stretch=stretch,
+        sustained=np.array([(at, running_s / calls) for at, calls, _, running_s in windows]).reshape(-1, 2),
         pauses=np.array(away, np.float64).reshape(-1, 2),
         link=link,
     )

@@ -59,7 +59,7 @@ def profile(count: int = 60, rounds: int = 3) -> dict[str, Any]:
         "sustained": {
             "kernel": "numpy",
             "shape": [1, 256, 256, 256],
-            "windows": [[0.25 * i, 10, 0.25] for i in range(20)],
+            "windows": [[0.25 * i, 10, 0.25, 0.2] for i in range(20)],
         },
         "pauses": {"watched_s": 1.0, "ran_and_away_s": []},
         "copy_bytes_per_s": 1e10,
