@@ -50,7 +50,9 @@ def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, s
     assert {"python", "numpy"} <= set(samples.versions)
     assert samples.link is not None
     assert min(samples.link["round_trip_s"]) > 0
-    assert {size for size, _ in samples.link["down"] + samples.link["up"]} > set()
+    for size, seconds, processor_s in samples.link["down"] + samples.link["up"]:
+        assert size >= 1 << 14
+        assert min(seconds, processor_s) > 0
     assert list(tmp_path.iterdir()) == [path]
     assert calibrate(samples).median_error > 0
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def main() -> int:
     from emulator.samples import read_samples
     from testbed import twin
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # agents and control groups go in any case
     options.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         os.nice(-10)  # whoever else is on this machine
