@@ -44,6 +44,11 @@ CREDIT = 64  # blocks: more than a device has of one product
 BLOCKS = 6  # a device and product
 MEMORY_BYTES = 1 << 30
 JOIN_S = 60.0
+# `python -m agent`, which ends with us even if we are killed
+AGENT = """import runpy
+from emulator.pod import die_with_parent
+die_with_parent()
+runpy.run_module("agent", run_name="__main__")"""
 TRIES = 3  # products before it counts: processes get warm
 
 
@@ -145,12 +150,13 @@ def serving() -> Iterator[Server]:
 @contextmanager
 def real_agent(device: Device, address: str, number: int) -> Iterator[None]:
     samples = device.samples
-    command = [sys.executable, "-m", "agent", "--ps", address, "--once", "--name", f"real-{number}"]
+    command = [sys.executable, "-c", AGENT, "--ps", address, "--once", "--name", f"real-{number}"]
     command += ["--threads", str(samples.threads), "--kernel", device.calibration.kernel]
     command += ["--credit", str(CREDIT), "--memory", f"{MEMORY_BYTES} B"]
     with ExitStack() as stack:
         group = stack.enter_context(cpu_quota(*samples.quota)) if samples.quota else None
-        agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+        threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(samples.threads))
+        agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, env=os.environ | threads)
         try:
             if group is not None:
                 enter(group, agent.pid)
