@@ -1,4 +1,4 @@
-"""`python -m agent --ps tcp://HOST:PORT`: lend this device to a parameter server."""
+"""Lend this device to a server: `python -m agent --ps tcp://HOST:PORT`. Measure it: `python -m agent measure`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import platform
-import re
 import select
 import signal
 import socket
@@ -15,10 +14,16 @@ from types import FrameType
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    measuring = words[:1] == ["measure"]
+    options = _measure_parser().parse_args(words[1:]) if measuring else _parser().parse_args(words)
     # BLAS reads these when NumPy is first imported, hence before the imports below
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(options.threads)
+    if measuring:
+        from agent import measure
+
+        return measure.run(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
 
     stop = SignalStop()  # first, so that no signal finds us without it
@@ -26,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     import numpy as np
 
     from agent.kernels import pick_kernel
+    from agent.probe import check_address
     from agent.profile import Profile, pack_profiles
     from agent.units import UnitError, parse_duration, parse_rate, parse_size
     from agent.wire import Join
@@ -33,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     log = logging.getLogger("agent")
     try:
+        check_address(options.ps)
         measured = pick_kernel(options.kernel, options.threads)
         profile = Profile(
             flops=measured.flops,
@@ -45,10 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except (UnitError, ValueError) as error:
         print(f"agent: {error}", file=sys.stderr)
-        return 2
-    address = re.fullmatch(r"tcp://(?:[^:/\s]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", options.ps)
-    if not address or not 1 <= int(address[1]) <= 65535:
-        print(f"agent: --ps is {options.ps!r}; give an address such as tcp://192.0.2.7:5555", file=sys.stderr)
         return 2
     log.info(
         "%s: kernel %s, %.1f GFLOP/s measured with %d thread(s)%s",
@@ -117,6 +120,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--credit", type=_positive, default=64, help="blocks to hold at most (%(default)s)")
     parser.add_argument("--kernel", choices=("numpy", "onnxruntime"), help="instead of the faster one, measured")
     parser.add_argument("--once", action="store_true", help="end when the run ends, do not wait for another")
+    return parser
+
+
+def _measure_parser() -> argparse.ArgumentParser:
+    from agent import measure
+
+    parser = argparse.ArgumentParser(
+        prog="python -m agent measure",
+        description="Measure this device: a grid of products, memory, a sustained run, the link to a server. Takes one "
+        "to four minutes, writes one JSON profile, sends nothing. Ctrl-C ends it; what was measured is written.",
+        epilog="example: python -m agent measure --name my-phone --out my-phone.json --sustained 120",
+    )
+    measure.add_options(parser)
     return parser
 
 

@@ -30,6 +30,7 @@ MAX_FRAME_BYTES = 1 << 30  # also given to ZeroMQ as MAXMSGSIZE
 MAX_TEXT_BYTES = 4 << 20
 ZERO_COPY_BYTES = 1 << 16
 MAX_ROWS = 1 << 20  # blocks in one message, devices in one join
+MAX_PROBE_BYTES = 8 << 20  # each way, to measure a link
 
 _HEADER = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, count, stamp_ns
 
@@ -44,6 +45,7 @@ class Kind(IntEnum):
     HEARTBEAT = 7
     LEAVE = 8
     GOODBYE = 9
+    PROBE = 10
 
 
 # How the inner dimension lies in a piece: [batch, outer, inner] or [batch, inner, outer]. Both are sent as they lie in
@@ -154,7 +156,16 @@ class Goodbye:
     reason: str
 
 
-Message = Join | Welcome | Refused | Work | Result | Cancel | Heartbeat | Leave | Goodbye
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To measure the link: answered with as many bytes as it asks for."""
+
+    token: int
+    wanted_bytes: int
+    data: Frame
+
+
+Message = Join | Welcome | Refused | Work | Result | Cancel | Heartbeat | Leave | Goodbye | Probe
 
 
 def encode(message: Message) -> list[Frame]:
@@ -179,6 +190,10 @@ def encode(message: Message) -> list[Frame]:
             return [_head(Kind.LEAVE, len(message.devices)), message.devices, _dump({"reason": message.reason})]
         case Goodbye():
             return [_head(Kind.GOODBYE, 0), _dump({"reason": message.reason})]
+        case Probe():
+            size = len(message.data)
+            text = _dump({"token": message.token, "wanted_bytes": message.wanted_bytes, "data_bytes": size})
+            return [_head(Kind.PROBE, 0), text, message.data]
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame], flags: int = 0) -> None:
@@ -239,6 +254,14 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
             return Leave(_table(body[0], np.dtype("<u4"), count, "devices"), _text(text, "reason", "LEAVE"))
         case Kind.GOODBYE:
             return Goodbye(_text(_load(body, 0, 1, "GOODBYE"), "reason", "GOODBYE"))
+        case Kind.PROBE:
+            text = _load(body, 0, 2, "PROBE")
+            token, wanted, size = (_count(text, key, "PROBE") for key in ("token", "wanted_bytes", "data_bytes"))
+            if max(wanted, size) > MAX_PROBE_BYTES:
+                raise WireError(f"PROBE of more than {MAX_PROBE_BYTES} bytes")
+            if len(body[1]) != size:
+                raise WireError(f"PROBE with {len(body[1])} bytes, {size} were announced")
+            return Probe(token, wanted, body[1])
     raise WireError(f"unknown kind of message: {kind}")
 
 
@@ -306,6 +329,13 @@ def _text(value: dict[str, Any], key: str, kind: str) -> str:
     if not isinstance(text, str):
         raise WireError(f"{kind} without the text '{key}'")
     return text
+
+
+def _count(value: dict[str, Any], key: str, kind: str) -> int:
+    number = value.get(key)
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
+        raise WireError(f"{kind} without the number '{key}'")
+    return number
 
 
 def _expect(body: Sequence[Any], expected: int, kind: str) -> None:

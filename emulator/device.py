@@ -11,19 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.link import Lines, Links, plain_links
-from emulator.performance import compute_seconds
+from emulator.performance import Models, Processors, Shapes, figures_seconds
 
 Seconds = NDArray[np.float64]
 
 
 class Devices:
-    def __init__(self, profiles: NDArray[np.void], links: Links | None = None) -> None:
-        """Without `links` they are plain: a rate and a latency."""
+    def __init__(self, profiles: NDArray[np.void], links: Links | None = None, models: Models | None = None) -> None:
+        """Without `links` they are plain: a rate and a latency. `models`: of devices that were measured."""
         if links is not None and len(links) != len(profiles):
             raise ValueError(f"{len(links)} links for {len(profiles)} devices")
         self.profiles = profiles.copy()  # as they are now, see `slow`
         self._told = profiles
         self._lines = Lines(links or plain_links(len(profiles)))
+        self._processors = None if models is None else Processors(models)
         self._processor_free_s = np.zeros(len(profiles))
 
     def slow(self, devices: list[int], factor: float) -> None:
@@ -31,6 +32,8 @@ class Devices:
         for name in ("flops", "down_bps", "up_bps"):
             self.profiles[name][devices] = self._told[name][devices] / factor
         self.profiles["overhead_s"][devices] = self._told["overhead_s"][devices] * factor
+        if self._processors is not None:
+            self._processors.slow(devices, factor)
 
     def forget(self, devices: list[int]) -> None:
         """What they had to do is void: they begin anew."""
@@ -42,11 +45,11 @@ class Devices:
         sent_s: float,
         device: NDArray[np.int64],
         down_bytes: NDArray[np.int64],
-        flops: NDArray[np.float64],
+        shapes: Shapes,
         up_bytes: NDArray[np.int64],
     ) -> tuple[Seconds, Seconds]:
         """Blocks that the server sent at `sent_s`, in their order: when each answer is back there, and its computing
-        time. A device may have several of them; they queue."""
+        time. A device may have several of them; they queue. `shapes`: batch, rows, inner and columns of each."""
         due_s, compute_s, arrived_s = np.empty(len(device)), np.empty(len(device)), np.empty(len(device))
         turns = waves(device)
         for wave in turns:  # all downloads first: answers go up while later blocks come down
@@ -58,11 +61,26 @@ class Devices:
         for wave in turns:
             d = device[wave]
             profile = self.profiles[d]
-            compute_s[wave] = compute_seconds(profile, flops[wave])
-            computed = np.maximum(arrived_s[wave], self._processor_free_s[d]) + compute_s[wave]
+            begins_s = np.maximum(arrived_s[wave], self._processor_free_s[d])
+            moved_bytes = np.stack([down_bytes[wave], up_bytes[wave]], axis=1)
+            compute_s[wave] = self._compute_s(d, profile, shapes[wave], moved_bytes, begins_s)
+            computed = begins_s + compute_s[wave]
             self._processor_free_s[d] = computed
             due_s[wave] = self._lines.up.send(d, computed, up_bytes[wave], profile["up_bps"], profile["latency_s"])
         return due_s, compute_s
+
+    def _compute_s(
+        self,
+        d: NDArray[np.int64],
+        profile: NDArray[np.void],
+        shapes: Shapes,
+        moved_bytes: NDArray[np.int64],
+        begins_s: Seconds,
+    ) -> Seconds:
+        seconds = figures_seconds(profile, shapes)
+        if self._processors is None:
+            return seconds
+        return self._processors.seconds(d, shapes, moved_bytes, begins_s - self._processor_free_s[d], seconds)
 
 
 def waves(device: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from agent.profile import MAX_RATE, PROFILE, check_profiles
 from emulator.link import LINK, NO_TRACE, Links, device_keys, uniforms
 from emulator.link_trace import LinkTrace
-from emulator.zoo import Network, RateSpread, load_device, load_network
+from emulator.performance import Models
+from emulator.zoo import DeviceKind, Network, RateSpread, load_device, load_network
 
 CREDIT_BLOCKS = 4  # one being downloaded, one computed, one uploaded, one ahead
 NO_TRACES: Mapping[str, LinkTrace] = MappingProxyType({})
@@ -49,6 +50,7 @@ class Fleet:
     network_names: list[str]
     basis: Mapping[str, int]  # devices whose speed is measured, published, estimate
     links: Links | None = None  # what they have beyond rate and latency; None: nothing
+    models: Models | None = None  # of those that were measured; None: of nobody
 
     def __len__(self) -> int:
         return len(self.device_names)
@@ -99,6 +101,7 @@ def draw_fleet(
         network_names=[line_names[i] for i in line_of],
         basis=dict(Counter(kinds[i].basis for i in kind_of)),
         links=links,
+        models=_models(kinds, kind_of, seed),
     )
 
 
@@ -126,6 +129,16 @@ def _draw_links(
     table["key"] = device_keys(seed, devices)
     table["offset_s"] *= uniforms(table["key"], np.full(len(devices), _OFFSET_DRAW))
     return Links(table, tuple(traces[name] for name in used))
+
+
+def _models(kinds: Sequence[DeviceKind], kind_of: NDArray[np.intp], seed: int) -> Models | None:
+    fitted = [i for i, kind in enumerate(kinds) if kind.performance is not None]
+    if not fitted:
+        return None
+    place = np.full(len(kinds), -1, np.int64)
+    place[fitted] = np.arange(len(fitted))
+    models = tuple(kind.performance for kind in kinds if kind.performance is not None)
+    return Models(models, place[kind_of], tuple((seed, device) for device in range(len(kind_of))))
 
 
 # The fleets of the Cleave authors' evaluation (their public code, netsys-edinburgh/wasp): uniform between these

@@ -37,6 +37,7 @@ from emulator.clock import Clock, WallClock
 from emulator.device import Devices
 from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
 from emulator.link import Links, links_from_json
+from emulator.performance import Models
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,11 @@ class Pod:
         absent: Iterable[int] = (),
         tell: Callable[[str], None] = print,
         links: Links | None = None,
+        models: Models | None = None,
     ) -> None:
-        """`absent` devices are not there at first; an order may make them join."""
+        """`absent` devices are not there at first; an order may make them join. `models`: see Devices."""
         self._profiles, self._labels = profiles, labels
-        self._devices = Devices(profiles, links)
+        self._devices = Devices(profiles, links, models)
         self._roster = Roster(len(profiles), absent)
         self._modelled = modelled
         self._clock = clock
@@ -291,12 +293,12 @@ class Pod:
             return
         if int(blocks["device"].max()) >= len(self._roster.device):
             raise WireError(f"a block for device {blocks['device'].max()}, there are {len(self._roster.device)}")
-        inner = self._operands.inner(int(blocks["left"][0]))  # a message's blocks belong to one job
+        inner = np.full(len(blocks), self._operands.inner(int(blocks["left"][0])))  # its blocks belong to one job
         answering = self._roster.answering[blocks["device"]]
         if not answering.all():
             for row in blocks[~answering].tolist():
                 self._operands.skip(row)
-            blocks = blocks[answering]
+            blocks, inner = blocks[answering], inner[answering]
             if not len(blocks):
                 return
         device = self._roster.device[blocks["device"]]
@@ -307,7 +309,7 @@ class Pod:
                 work.stamp_ns / 1e9,
                 device,
                 blocks["down_bytes"].astype(np.int64),
-                2.0 * inner * cells,
+                np.stack([blocks["batch"], blocks["rows"], inner, blocks["columns"]], axis=1).astype(np.int64),
                 4 * cells * last,
             )
             due, computing = (due_s * 1e9).astype(np.int64), compute_s.tolist()
@@ -387,7 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
     profiles = np.array([tuple(row) for row in fleet["profiles"]], dtype=PROFILE)
     absent = fleet.get("absent", ())
     links = links_from_json(fleet, len(profiles))
-    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock(), orders, absent, tell, links)
+    models = Models.from_json(fleet["models"]) if fleet.get("models") else None
+    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock(), orders, absent, tell, links, models)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agent.errors import UserError
 from agent.units import parse_duration, parse_flops, parse_rate, parse_size
+from emulator.performance import Performance, performance_from
 
 KINDS = ("phone", "tablet", "board", "laptop", "mini-pc")
 TECHNOLOGIES = (
@@ -45,6 +47,7 @@ class DeviceKind:
     ram_basis: str
     budget_bytes: int  # memory that its owner lends
     source: str
+    performance: Performance | None = None  # fitted to its samples; None: overhead and rate are all that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,26 @@ def network_names() -> list[str]:
 
 @cache
 def load_device(name: str) -> DeviceKind:
+    """By name, or from a file of one's own: a path that ends in .toml."""
+    if name.endswith(".toml"):
+        return read_device(Path(name))
     return _load("device", _devices(), name, parse_device)
 
 
 @cache
 def load_network(name: str) -> Network:
     return _load("network", _networks(), name, parse_network)
+
+
+def read_device(path: Path) -> DeviceKind:
+    try:
+        return parse_device(str(path), path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read the device file {path}: {error.strerror}; `cleave calibrate` writes one"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; correct it, or write it again with `cleave calibrate`") from None
 
 
 def parse_device(name: str, text: str) -> DeviceKind:
@@ -114,8 +131,11 @@ def parse_device(name: str, text: str) -> DeviceKind:
         ram_basis=table.take("ram_basis", _one_of(BASES)),
         budget_bytes=table.take("budget", _positive(parse_size)),
         source=table.take("source", _text),
+        performance=table.find("performance", _performance),
     )
     table.refuse_the_rest()
+    if device.performance is not None and device.basis != "measured":
+        raise ValueError('a device with a [performance] table has basis = "measured"')
     return device
 
 
@@ -228,6 +248,12 @@ def _share_from_percent(value: object) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 100:
         raise ValueError(f"{value!r} is not a number from 0 to 100")
     return value / 100
+
+
+def _performance(value: object) -> Performance:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is not a table; `cleave calibrate` writes one")
+    return performance_from(value)
 
 
 def _rate_spread(value: object) -> RateSpread:

@@ -35,6 +35,7 @@ from agent.wire import (
     Join,
     Leave,
     Message,
+    Probe,
     Refused,
     Result,
     VersionMismatch,
@@ -312,6 +313,8 @@ class Server:
                     pass
                 case Join():
                     self._join(identity, message)
+                case Probe(token=token, wanted_bytes=wanted):
+                    self._shipping.reply(identity, Probe(token, 0, bytes(wanted)))
                 case Leave() if peer is not None:
                     self._take_answers()  # what it returned before it left counts
                     self._leave(peer, message)

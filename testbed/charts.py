@@ -180,6 +180,28 @@ def area_chart(title: str, end: float, x_unit: str, shares: Sequence[float], y_u
     return element("svg", drawn, xmlns="http://www.w3.org/2000/svg", viewBox=box, width=2 * _WIDTH, height=2 * _HEIGHT)
 
 
+def scatter_chart(title: str, measured_s: Sequence[float], predicted_s: Sequence[float]) -> Markup:
+    """Predicted against measured times, both as powers of ten, as a file of its own; the diagonal is exact."""
+    xs, ys = [math.log10(x) for x in measured_s], [math.log10(y) for y in predicted_s]
+    low, high = min(*xs, *ys) - 0.1, max(*xs, *ys) + 0.1
+    axes = Axes(low, high, low, high)
+
+    def tick_text(tick: float) -> str:
+        return format_duration(10**tick) if tick == int(tick) else ""
+
+    ends = {"x1": axes.x(low), "y1": axes.y(low), "x2": axes.x(high), "y2": axes.y(high)}
+    drawn = [
+        element("title", title),
+        element("style", _ALONE + " circle { fill: #4477aa; fill-opacity: .6 }"),
+        *axes.grid(tick_text, tick_text),
+        element("line", **ends, class_="axis"),
+        *(element("circle", cx=axes.x(x), cy=axes.y(y), r=2.5) for x, y in zip(xs, ys, strict=True)),
+        element("text", title, x=_LEFT, y=16),
+    ]
+    box = f"0 0 {_WIDTH} {_HEIGHT}"
+    return element("svg", drawn, xmlns="http://www.w3.org/2000/svg", viewBox=box, width=2 * _WIDTH, height=2 * _HEIGHT)
+
+
 def _drawing(children: Iterable[Markup]) -> Markup:
     return element("svg", children, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -238,6 +239,106 @@ def recovery(
         simulation.print_recovery(console, title, rows, found, setting)
 
 
+@app.command()
+def calibrate(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Made by python -m agent measure.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The device file (NAME.toml here).")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the device file, without --out.")] = None,
+    kind: Annotated[str, typer.Option(metavar="KIND", help="phone, tablet, board, laptop or mini-pc.")] = "mini-pc",
+    kernel: Annotated[str | None, typer.Option(metavar="NAME", help="numpy or onnxruntime, not the faster.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw predicted against measured.")] = None,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """Fit the performance model to a measured device, say how good it is, and write a device file.
+
+    The error is that of shapes which were held out from the fit (five-fold). A fleet has such devices when a scenario
+    names the file, or when it stands among the zoo's:
+
+    \b
+      cleave calibrate my-phone.json --kind phone
+      cleave run quickstart --set 'fleet.kinds={"my-phone.toml" = 1.0}'
+
+    Exit code 0: done. 2: the profile or an option is wrong; one line says why.
+    """
+    _one_thread()
+    from emulator.calibration import calibrate as fit
+    from emulator.samples import read_samples
+    from emulator.zoo import KINDS
+    from testbed import calibrate as calibration
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    if kind not in KINDS:
+        raise UserError(f"--kind is {kind}; it must be one of {', '.join(KINDS)}")
+    samples = read_samples(profile)
+    found = fit(samples, kernel)
+    path = out or Path(f"{calibration.file_name(name or samples.name)}.toml")
+    calibration.write_device_file(path, calibration.device_file(samples, found, kind))
+    if svg is not None:
+        calibration.write_svg(svg, samples, found)
+    if format == "json":
+        import json
+
+        print(json.dumps(calibration.as_json(samples, found)))
+        return
+
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=100)
+    calibration.print_calibration(console, samples, found)
+    console.print(f"device file: {path}", soft_wrap=True)
+
+
+@app.command()
+def twin(
+    profiles: Annotated[
+        list[Path], typer.Argument(metavar="PROFILE...", help="Made by python -m agent measure, here.")
+    ],
+    steps: Annotated[int, typer.Option(metavar="N", help="Products, one after another.")] = 16,
+    step_s: Annotated[float, typer.Option("--step-s", metavar="S", help="How long one takes a device, about.")] = 0.5,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the blocks and the twins' luck.")] = 0,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """Is an emulated device like the real one? The same blocks on real agents of this machine and on their twins.
+
+    Agents run with the threads and the CPU quota that their profile was measured with (a quota needs root). A profile
+    given twice is two devices.
+
+    \b
+      cleave twin this-machine.json
+      cleave twin slow.json fast.json --format json | jq .compared
+
+    Exit code 0: done. 1: agents or twins could not do it. 2: a profile or an option is wrong; one line says why.
+    """
+    _one_thread()
+    from emulator.calibration import calibrate as fit
+    from emulator.samples import read_samples
+    from testbed import twin as twins
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    if steps < 1 or not 0.01 <= step_s <= 60 or seed < 0:
+        raise UserError("--steps and --seed must not be negative, --steps not 0, and --step-s from 0.01 to 60")
+    read = {path: read_samples(path) for path in profiles}
+    twins.check(list(read.values()))
+    fitted = {path: twins.Device(samples, fit(samples)) for path, samples in read.items()}
+    devices = [fitted[path] for path in profiles]
+
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=format == "json")
+    console = console if console.is_terminal else Console(highlight=False, stderr=format == "json", width=100)
+    real, emulated = twins.compare(devices, steps, step_s, seed, lambda text: console.print(text, style="dim"))
+    names = [device.samples.name for device in devices]
+    if format == "json":
+        import json
+
+        print(json.dumps(twins.as_json(names, real, emulated)))
+    else:
+        twins.print_rows(console, names, real, emulated)
+
+
 @trace_app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace: .csv, .json or .tab.")],
@@ -321,6 +422,11 @@ def link(
 
     console = Console(highlight=False)
     link_inspect.print_directions(console if console.is_terminal else Console(highlight=False, width=100), traces)
+
+
+def _one_thread() -> None:
+    """Small matrices: threads would only get in each other's way. Read when NumPy and SciPy are first imported."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def main() -> None:

@@ -12,25 +12,52 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import psutil
 
 from agent.errors import Failure
 from emulator.fleet import Fleet
-from emulator.link import links_to_json
+from emulator.link import Links, links_to_json
+from emulator.performance import Models
+from ps.peers import printable
 
 
 class LaunchError(Failure):
     """A pod did not start or died; the text has its last words."""
 
 
+def models_of(fleet: Fleet, labels: Sequence[str]) -> Models | None:
+    """The fleet's models in the order in which devices with these labels joined; real ones among them have none."""
+    if fleet.models is None:
+        return None
+    joined = _places(fleet, labels)
+    return Models(
+        fleet.models.kinds,
+        np.array([-1 if device < 0 else fleet.models.of[device] for device in joined], np.int64),
+        tuple((0, 0) if device < 0 else fleet.models.seeds[device] for device in joined),
+    )
+
+
+def links_of(fleet: Fleet, labels: Sequence[str]) -> Links | None:
+    """The links of the devices in the order in which they joined; a real device's is plain."""
+    return None if fleet.links is None else fleet.links.take(_places(fleet, labels))
+
+
+def _places(fleet: Fleet, labels: Sequence[str]) -> list[int]:
+    """Which device of the fleet each is; -1: none of it."""
+    place = {printable(label): device for device, label in enumerate(fleet.labels)}
+    return [place.get(label, -1) for label in labels]
+
+
 class Pods:
     def __init__(self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = ()) -> None:
         """`absent` devices of the fleet are not there at first."""
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.fleet = fleet
         self._processes: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()
         self._ended: set[int] = set()  # will report no more
@@ -42,6 +69,7 @@ class Pods:
         try:
             for pod in range(min(count, len(fleet))):
                 mine = slice(pod, None, count)  # dealt out, so that every pod has the same mix
+                devices = range(len(fleet))[mine]
                 process = subprocess.Popen(
                     [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links],
                     stdin=subprocess.PIPE,
@@ -58,7 +86,8 @@ class Pods:
                 part = {
                     "profiles": fleet.profiles[mine].tolist(),
                     "labels": labels[mine],
-                    "absent": [at for at, device in enumerate(range(len(fleet))[mine]) if device in away],
+                    "absent": [at for at, device in enumerate(devices) if device in away],
+                    "models": fleet.models.part(devices).as_json() if fleet.models else None,
                 }
                 if fleet.links is not None:
                     part |= links_to_json(fleet.links.take(mine))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from agent.errors import Failure
 from emulator.device import Devices
 from emulator.link import Links
+from emulator.performance import Models
 from ps.dispatcher import Dispatcher
 from ps.events import (
     BlocksReturned,
@@ -48,9 +49,11 @@ def predict_step(
     planner: Planner,
     absent: Sequence[int] = (),
     links: Links | None = None,
+    models: Models | None = None,
 ) -> float:
-    """Modelled seconds of `step`, whose products go through `executor`; without the `absent` ones of the devices."""
-    fleet = ModelledFleet(profiles, planner, absent, links)
+    """Modelled seconds of `step`, whose products go through `executor`; without the `absent` ones of the devices.
+    `models`: of devices that were measured."""
+    fleet = ModelledFleet(profiles, planner, absent, links, models)
     real, executor.engine = executor.engine, fleet
     try:
         step()
@@ -64,12 +67,17 @@ class ModelledFleet:
     """An executor's engine in virtual time."""
 
     def __init__(
-        self, profiles: NDArray[np.void], planner: Planner, absent: Sequence[int] = (), links: Links | None = None
+        self,
+        profiles: NDArray[np.void],
+        planner: Planner,
+        absent: Sequence[int] = (),
+        links: Links | None = None,
+        models: Models | None = None,
     ) -> None:
         self._dispatcher = Dispatcher(planner)
         self._dispatcher.handle(DevicesJoined(0, profiles))
         self._dispatcher.handle(DevicesLeft(list(absent)))
-        self._devices = Devices(profiles, links)
+        self._devices = Devices(profiles, links, models)
         self._products: dict[int, Product] = {}
         self._answers: list[tuple[float, int, int, int, int]] = []  # heap: due, sequence, device, job, block
         self._ids, self._sequence = itertools.count(), itertools.count()
@@ -131,11 +139,10 @@ class ModelledFleet:
     def _send(self, blocks: SendBlocks) -> None:
         jobs = [self._dispatcher.jobs[job] for job in blocks.jobs]
         parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in block_parts(job, block)]
-        down_bytes, flops, up_bytes, count = np.array(parts, np.float64).reshape(-1, 4).T
-        device = np.repeat(np.array(blocks.devices), count[count > 0].astype(np.int64))
-        due_s, _ = self._devices.schedule(
-            self._now_s, device, down_bytes.astype(np.int64), flops, up_bytes.astype(np.int64)
-        )
+        table = np.array(parts, np.int64).reshape(-1, 7)
+        down_bytes, up_bytes, count = table[:, :3].T
+        device = np.repeat(np.array(blocks.devices), count[count > 0])
+        due_s, _ = self._devices.schedule(self._now_s, device, down_bytes, table[:, 3:], up_bytes)
         last_s = due_s[up_bytes > 0].tolist()
         for due, key in zip(last_s, zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True), strict=True):
             heapq.heappush(self._answers, (due, next(self._sequence), *key))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from agent.errors import Failure, UserError
 from emulator import fidelity
 from emulator.fleet import Fleet, draw_fleet, uniform_fleet
-from emulator.link import Links as FleetLinks
 from emulator.link_trace import read_link_trace
 from ps.capture import distribute
 from ps.executor import Executor
@@ -34,7 +32,7 @@ from ps.trainer import Step, gradients, train
 from testbed import interrupts
 from testbed.display import Display
 from testbed.inject import Injector, churn_schedule, describe, injecting, plan_faults
-from testbed.launch import Pods
+from testbed.launch import Pods, links_of, models_of
 from testbed.predict import predict_step
 from testbed.report import write_report, write_trace
 from testbed.results import (
@@ -214,14 +212,6 @@ def make_fleet(asked: FleetSection, links: Links, seed: int) -> Fleet:
     return Fleet(profiles, names, names, {"published": count})
 
 
-def links_as_joined(fleet: Fleet, labels: Sequence[str]) -> FleetLinks | None:
-    """The links of the devices in the order in which they joined; a real device's is plain."""
-    if fleet.links is None:
-        return None
-    number = {label: device for device, label in enumerate(fleet.labels)}
-    return fleet.links.take([number.get(label, -1) for label in labels])
-
-
 def _check_sizes(config: Any, scenario: Scenario) -> None:
     if config.vocab_size < 256:
         raise UserError(f"the model's vocabulary has {config.vocab_size} entries; bytes as tokens need at least 256")
@@ -305,8 +295,8 @@ def _distributed(
     predicted_s = None
     if scenario.links.kind != "off":
         with display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            links = links_as_joined(fleet, server.labels)
-            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent, links)
+            links, models = links_of(fleet, server.labels), models_of(fleet, server.labels)
+            predicted_s = predict_step(executor, rehearsal, server.profiles, planner, server.absent, links, models)
         display.say(f"a step should take {predicted_s:.2f} s (modelled)")
         events.write("predicted", step_s=predicted_s)
     rows: list[dict[str, Any]] = []

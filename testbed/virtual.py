@@ -184,11 +184,10 @@ class VirtualFleet:
     def _sent(self, blocks: SendBlocks) -> list[Sent]:
         jobs = [self._dispatcher.jobs[job] for job in blocks.jobs]
         parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in block_parts(job, block)]
-        down_bytes, flops, up_bytes, count = np.array(parts, np.float64).reshape(-1, 4).T
-        device = np.repeat(np.array(blocks.devices), count[count > 0].astype(np.int64))
-        due_s, _ = self._devices.schedule(
-            self.now_s, device, down_bytes.astype(np.int64), flops, up_bytes.astype(np.int64)
-        )
+        table = np.array(parts, np.int64).reshape(-1, 7)
+        down_bytes, up_bytes, count = table[:, :3].T
+        device = np.repeat(np.array(blocks.devices), count[count > 0])
+        due_s, _ = self._devices.schedule(self.now_s, device, down_bytes, table[:, 3:], up_bytes)
         keys = zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True)
         return [
             Sent(key, tuple(job.tiles[key[2]].tolist()), due)
@@ -200,18 +199,18 @@ def _columns(keys: Sequence[Key]) -> tuple[list[int], list[int], list[int]]:
     return [k[0] for k in keys], [k[1] for k in keys], [k[2] for k in keys]
 
 
-def block_parts(job: Job, block: int) -> list[tuple[float, float, float, int]]:
-    """What the device downloads, computes and uploads, chunk by chunk; and, with the first, how many chunks."""
+def block_parts(job: Job, block: int) -> list[tuple[int, int, int, int, int, int, int]]:
+    """Chunk by chunk: what the device downloads and uploads; with the first, how many chunks; and the chunk's shape."""
     _, batches, _, rows, _, columns = job.tiles[block].tolist()
     inner, chunk = job.shape.inner, job.chunk[block]
     cells = batches * rows * columns
     lengths = [min(chunk, inner - start) for start in range(0, inner, chunk)]
     return [
         (
-            job.down_bytes[block] * length / inner,
-            2.0 * cells * length,
+            int(job.down_bytes[block] * length / inner),
             BYTES * cells * (i == len(lengths) - 1),
             len(lengths) * (i == 0),
+            *(batches, rows, length, columns),
         )
         for i, length in enumerate(lengths)
     ]

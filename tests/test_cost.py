@@ -169,9 +169,9 @@ def test_the_emulated_device_takes_as_long_as_the_cost_model_says(device: Profil
     profile, inner = pack_profiles([device]), block.inner * chunks  # equal chunks
     shape = block.batch, block.rows, inner, block.columns
     (expected,) = block_seconds(profile, *shape, None, chunks).tolist()
-    flops = 2.0 * block.batch * block.rows * block.columns * block.inner
+    chunk = np.tile([block.batch, block.rows, block.inner, block.columns], (chunks, 1))
     up_bytes = np.array([0] * (chunks - 1) + [block.output])
     due_s, _ = Devices(profile).schedule(
-        100.0, np.zeros(chunks, np.int64), np.full(chunks, block.slabs(block.inner)), np.full(chunks, flops), up_bytes
+        100.0, np.zeros(chunks, np.int64), np.full(chunks, block.slabs(block.inner)), chunk, up_bytes
     )
     assert due_s[-1] - 100.0 == pytest.approx(expected, rel=1e-6, abs=1e-9)

@@ -6,11 +6,14 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from agent.__main__ import _parser
+from agent.__main__ import _measure_parser, _parser
 from ps.models import check_name
+from testbed.cli import app
 from testbed.plan import fleet_profiles
 from testbed.scenario import load_scenario, parse_assignments
 
@@ -63,3 +66,19 @@ def test_a_link_to_a_file_leads_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", re.findall(r"^(?:\.venv/bin/cleave|python -m) .*$", EMULATION, flags=re.MULTILINE))
+def test_a_command_about_emulation_is_understood(command: str) -> None:
+    words = shlex.split(command)
+    if words[:4] == ["python", "-m", "agent", "measure"]:
+        _measure_parser().parse_args(words[4:])
+        return
+    if words[1] == "-m":
+        pytest.skip("a benchmark of its own")
+    name, arguments = words[1], words[2:]
+    commands: Any = typer.main.get_command(app)
+    commands.commands[name].make_context(name, arguments)  # parses, and does not run

@@ -22,7 +22,7 @@ calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # 
 class Block:
     device: int
     down_bytes: int
-    flops: float
+    flops: int  # even: a multiplication and an addition are two
     up_bytes: int
 
 
@@ -52,7 +52,7 @@ def schedule(devices: Devices, sent_s: float, blocks: list[Block]) -> tuple[list
         sent_s,
         np.array([b.device for b in blocks]),
         np.array([b.down_bytes for b in blocks]),
-        np.array([b.flops for b in blocks]),
+        np.array([(1, 1, b.flops // 2, 1) for b in blocks], np.int64),
         np.array([b.up_bytes for b in blocks]),
     )
     return due_s.tolist(), compute_s.tolist()
@@ -78,7 +78,7 @@ def streams(draw: st.DrawFn) -> tuple[list[Profile], list[tuple[float, list[Bloc
         Block,
         device=st.integers(0, len(fleet) - 1),
         down_bytes=st.integers(1, 10**6),
-        flops=st.floats(1, 1e9),
+        flops=st.integers(1, 10**9).map(lambda half: 2 * half),
         up_bytes=st.integers(1, 10**6),
     )
     pauses = st.sampled_from([0.0, 1e-6, 0.1, 1000.0])
@@ -127,7 +127,7 @@ def test_many_blocks_in_one_call_are_the_same_as_one_block_a_call(
 
 # one second for each stage of this block on this device
 DEVICE = Profile(1e9, 0.0, 8e6, 8e6, 0.0, 1 << 30, 2)
-BLOCK = Block(device=0, down_bytes=10**6, flops=1e9, up_bytes=10**6)
+BLOCK = Block(device=0, down_bytes=10**6, flops=10**9, up_bytes=10**6)
 
 
 def test_one_block_takes_the_three_stages_in_turn() -> None:
@@ -145,7 +145,7 @@ def test_latency_delays_every_answer_once_each_way_and_keeps_nothing_busy() -> N
 
 def test_devices_do_not_wait_for_each_other() -> None:
     devices = Devices(pack_profiles([DEVICE] * 3))
-    blocks = [Block(device, 10**6, 1e9, 10**6) for device in (0, 1, 0, 2)]
+    blocks = [Block(device, 10**6, 10**9, 10**6) for device in (0, 1, 0, 2)]
     assert schedule(devices, 0.0, blocks)[0] == [3.0, 3.0, 4.0, 3.0]
 
 

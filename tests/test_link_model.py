@@ -88,7 +88,9 @@ def schedule(of: Links | None, asked: Calls, only: int | None = None, start_s: f
         rows = [row for row in batch if only is None or row[0] == only]
         if rows:
             device, down, flops, up = (np.array(column) for column in zip(*rows, strict=True))
-            due_s, _ = devices.schedule(now_s, device, down, flops.astype(np.float64), up)
+            shapes = np.ones((len(rows), 4), np.int64)
+            shapes[:, 2] = np.ceil(flops / 2)  # a row and a column
+            due_s, _ = devices.schedule(now_s, device, down, shapes, up)
             for d, at, size in zip(device.tolist(), due_s.tolist(), up.tolist(), strict=True):
                 if size:  # otherwise nothing comes back
                     due[d].append(at)
@@ -136,9 +138,9 @@ def test_the_same_device_in_another_place_of_another_pod_has_the_same_times() ->
     assert fleet.links is not None
     whole, part = Devices(fleet.profiles, fleet.links), Devices(fleet.profiles[4::-2], fleet.links.take([4, 2, 0]))
     for moment in range(5):
-        sizes = np.full(3, 10_000)
-        of_whole, _ = whole.schedule(moment, np.array([4, 2, 0]), sizes, sizes * 1.0, sizes)
-        of_part, _ = part.schedule(moment, np.array([0, 1, 2]), sizes, sizes * 1.0, sizes)
+        sizes, shapes = np.full(3, 10_000), np.full((3, 4), [1, 50, 10, 10])
+        of_whole, _ = whole.schedule(moment, np.array([4, 2, 0]), sizes, shapes, sizes)
+        of_part, _ = part.schedule(moment, np.array([0, 1, 2]), sizes, shapes, sizes)
         assert of_whole.tolist() == of_part.tolist()
 
 
@@ -178,9 +180,11 @@ def test_in_the_long_run_the_throughput_is_the_rate(trace: int) -> None:
 def test_who_begins_anew_does_not_wait_for_what_was_on_its_way() -> None:
     devices = Devices(PROFILES, links(jitter_down_s=0.1, queue_up_s=1.0, trace=0))
     one, size = np.array([0]), np.array([1_000_000])
-    late_s, _ = devices.schedule(0.0, np.repeat(one, 9), np.repeat(size, 9), np.full(9, 1e7), np.repeat(size, 9))
+    late_s, _ = devices.schedule(
+        0.0, np.repeat(one, 9), np.repeat(size, 9), np.full((9, 4), [1, 500, 100, 100]), np.repeat(size, 9)
+    )
     devices.forget([0])
-    due_s, _ = devices.schedule(1.0, one, size, np.ones(1), size)
+    due_s, _ = devices.schedule(1.0, one, size, np.ones((1, 4), np.int64), size)
     assert due_s[0] < late_s[-1]
 
 

@@ -27,8 +27,9 @@ from ps.models import build_model
 from ps.operands import Operand
 from ps.planner import Plan, Planner
 from ps.trainer import gradients
+from testbed.launch import links_of
 from testbed.predict import ModelledFleet, predict_step
-from testbed.run import links_as_joined, make_fleet
+from testbed.run import make_fleet
 from testbed.scenario import load_scenario
 
 TOKENS = torch.randint(0, 29, (8, 7), generator=torch.Generator().manual_seed(0))
@@ -244,7 +245,7 @@ def test_a_prediction_knows_each_device_s_link_in_whatever_order_they_joined(tmp
     fleet = make_fleet(scenario.fleet, scenario.links, scenario.seed)
     assert fleet.links is not None
     order = [31, 7, 20]
-    joined = links_as_joined(fleet, [*(fleet.labels[device] for device in order), "somebody's phone"])
+    joined = links_of(fleet, [*(fleet.labels[device] for device in order), "somebody's phone"])
     assert joined is not None
     assert joined.table[:3].tolist() == fleet.links.table[order].tolist()
     assert joined.table[3].tolist() == plain_links(1).table[0].tolist()

@@ -22,6 +22,7 @@ from agent.wire import (
     FAILED,
     INNER_MAJOR,
     MAX_FRAMES,
+    MAX_PROBE_BYTES,
     MAX_ROWS,
     MAX_TEXT_BYTES,
     OUTER_MAJOR,
@@ -36,6 +37,7 @@ from agent.wire import (
     Kind,
     Leave,
     Message,
+    Probe,
     Refused,
     Result,
     VersionMismatch,
@@ -121,6 +123,7 @@ messages: dict[str, st.SearchStrategy[Message]] = {
     "heartbeat": st.just(Heartbeat()),
     "leave": st.builds(Leave, tables(np.dtype("<u4")), texts),
     "goodbye": st.builds(Goodbye, texts),
+    "probe": st.builds(Probe, st.integers(0, 2**63 - 1), st.integers(0, MAX_PROBE_BYTES), st.binary(max_size=40)),
 }
 any_message = st.one_of(*messages.values())
 

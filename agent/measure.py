@@ -1,0 +1,260 @@
+"""`python -m agent measure`: how fast is this device? One JSON profile with raw samples, nothing concluded.
+
+A grid of products, interleaved and in rounds, so that whatever else the machine does meanwhile falls on all shapes
+alike and every round is a whole picture: Ctrl-C ends it, and what was measured is written all the same. Operands are
+taken from a place that was not touched lately, as those of a block are, which have just arrived. A sample is a stretch
+of calls: its time by the clock, and that of the processor, which goes on only while this process runs. Where it is kept
+waiting now and then (a CPU quota), only the second one says what a short call costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from agent.about import available_memory, describe, versions
+
+FORMAT, VERSION = "cleave-profile", 1
+EACH = 8  # single calls of a sample whose times are kept, at most
+POOL_BYTES = 64 << 20  # operands walk through this: more than the caches of a phone or a core
+LONGEST_S = 0.4  # a single call of the grid, about
+SAMPLE_S = 0.02
+PAUSE_S = 0.0005  # a clock that jumps by more while nothing is done: the processor was away
+PAUSES_S = 1.5  # how long it is watched
+CYCLES = 4  # pauses a sample lasts at least
+LONGEST_SAMPLE_S = 0.25
+WINDOW_S = 0.25  # of the sustained run
+Shape = tuple[int, int, int, int]  # batch, rows, inner, columns
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the profile (profile-NAME.json here)")
+    parser.add_argument("--name", default=platform.node() or "device", help="of this device (%(default)s)")
+    parser.add_argument("--threads", type=_at_least_one, default=1, help="cores to lend (%(default)s)")
+    parser.add_argument("--kernel", choices=("numpy", "onnxruntime"), help="only this one; both without")
+    parser.add_argument("--memory", default="512 MB", help="memory to lend (%(default)s)")
+    parser.add_argument("--shapes", type=_at_least_one, default=220, help="of products (%(default)s)")
+    parser.add_argument("--rounds", type=_at_least_one, default=5, help="through all shapes (%(default)s)")
+    parser.add_argument(
+        "--sustained", type=_seconds, default=10.0, metavar="SECONDS", help="without a pause, to see throttling"
+    )
+    parser.add_argument("--ps", metavar="ADDRESS", help="also measure the link to this server: tcp://HOST:PORT")
+    parser.add_argument("--seed", type=int, default=0, help="of the shapes and their order (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: enough to try it, not to calibrate")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write. 0: all of it. 130: interrupted, the profile is marked incomplete. 2: an option is wrong."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("agent: interrupted before anything was measured", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    # after the threads of BLAS are set, which reads them when NumPy is first imported
+    from agent.errors import UserError
+    from agent.kernels import available_kernels
+    from agent.probe import check_address, measure_link
+    from agent.units import parse_size
+
+    try:
+        memory_bytes = parse_size(options.memory)
+        kernels, rejected = available_kernels(options.threads)
+        if options.kernel is not None:
+            kernels = [kernel for kernel in kernels if kernel.name == options.kernel]
+            if not kernels:
+                raise UserError(f"kernel {options.kernel} cannot be used here: {rejected.get(options.kernel)}")
+        if options.ps is not None:
+            check_address(options.ps)
+        path = options.out or Path(f"profile-{options.name}.json")
+        unfinished = path.with_name(path.name + ".part")  # never half a profile
+        unfinished.touch()  # whether it can be written is better known before
+    except (ValueError, OSError) as error:
+        print(f"agent: {error}", file=sys.stderr)
+        return 2
+    if options.quick:
+        options.shapes, options.rounds, options.sustained = min(options.shapes, 24), 2, min(options.sustained, 0.5)
+    measuring = Measuring(kernels, options)
+    profile: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "complete": False,
+        "device": describe(options.name, options.threads),
+        "versions": versions(),
+        "settings": {"seed": options.seed, "rounds": options.rounds},
+        "memory": {"available_bytes": available_memory(), "budget_bytes": memory_bytes},
+        "kernels": [kernel.name for kernel in kernels],
+        "rejected": rejected,
+        "link": None,
+    }
+    code = 0
+    try:
+        if options.ps is not None:
+            measuring.say(f"link to {options.ps}")
+            profile["link"] = measure_link(options.ps)
+        measuring.all()
+        profile["complete"] = True
+    except KeyboardInterrupt:
+        measuring.say("interrupted: what was measured is written")
+        code = 130
+    except UserError as error:
+        unfinished.unlink()
+        print(f"agent: {error}", file=sys.stderr)
+        return 2
+    profile |= measuring.found
+    unfinished.write_text(json.dumps(profile, separators=(",", ":")), encoding="utf-8")
+    unfinished.replace(path)
+    measuring.say(f"{len(profile['samples']):,} samples of {len(profile['shapes'])} shapes in {path}")
+    return code
+
+
+class Measuring:
+    """Warm-up, sustained run, rounds through the grid; `found` grows while it goes on."""
+
+    def __init__(self, kernels: list[Any], options: argparse.Namespace) -> None:
+        import numpy as np
+
+        self._kernels, self._options = kernels, options
+        self._rng = np.random.default_rng(options.seed)
+        self._pool = self._rng.random(POOL_BYTES // 4, dtype=np.float32)
+        self._at = 0
+        self._begun = time.perf_counter()
+        self.sample_s = SAMPLE_S
+        self.found: dict[str, Any] = {
+            "shapes": [],
+            "samples": [],
+            "rounds": [],
+            "sustained": None,
+            "pauses": None,
+            "copy_bytes_per_s": None,
+        }
+
+    def all(self) -> None:
+        from agent.grid import shapes
+
+        self.say("warming up")
+        seconds = {kernel.name: self._call(kernel, (1, 384, 384, 384))[0] for kernel in self._kernels for _ in range(3)}
+        fastest = min(self._kernels, key=lambda kernel: seconds[kernel.name])
+        flops = 2 * 384**3 / seconds[fastest.name]
+        if self._options.sustained:
+            self._sustain(fastest)
+        self._watch_pauses(0.1 * PAUSES_S if self._options.quick else PAUSES_S)
+        self.found["copy_bytes_per_s"] = self._copy_rate()
+        grid = shapes(self._options.shapes, self._options.seed, flops * LONGEST_S, POOL_BYTES // 2)
+        self.found["shapes"] = [list(shape) for shape in grid]
+        work = [(kernel, shape) for kernel in range(len(self._kernels)) for shape in range(len(grid))]
+        for kernel, shape in work:
+            self._call(self._kernels[kernel], grid[shape])  # sessions are made, code is loaded
+        rounds, begun, told = self._options.rounds, time.perf_counter(), 0.0
+        for number in range(rounds):
+            self.found["rounds"].append([0.0, 0.0])
+            opened, running = time.perf_counter(), time.process_time()
+            for done, place in enumerate(self._rng.permutation(len(work)).tolist()):
+                kernel, shape = work[place]
+                self.found["samples"].append([kernel, shape, number, *self._sample(self._kernels[kernel], grid[shape])])
+                now = time.perf_counter()
+                self.found["rounds"][-1] = [now - opened, time.process_time() - running]
+                if now - told >= 2.0:
+                    told, share = now, (number * len(work) + done + 1) / (rounds * len(work))
+                    self.say(
+                        f"round {number + 1} of {rounds}, {share:.0%}; {(now - begun) * (1 - share) / share:.0f} s left"
+                    )
+
+    def say(self, text: str) -> None:
+        print(f"{time.perf_counter() - self._begun:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def _sustain(self, kernel: Any) -> None:
+        """From rest, before the grid: how the time of one product changes while the device gets warm."""
+        shape, length_s = (1, 256, 256, 256), self._options.sustained
+        self.say(f"sustained run of {length_s:g} s")
+        windows: list[list[float]] = []
+        self.found["sustained"] = {"kernel": kernel.name, "shape": list(shape), "windows": windows}
+        begun = time.perf_counter()
+        while (opened := time.perf_counter()) < begun + length_s:
+            calls, running = 0, time.process_time()
+            while time.perf_counter() < opened + WINDOW_S:
+                self._call(kernel, shape)
+                calls += 1
+            windows.append([opened - begun, calls, time.perf_counter() - opened, time.process_time() - running])
+
+    def _watch_pauses(self, length_s: float) -> None:
+        """How evenly the processor's time comes: how long this process runs, and how long it is then away, in turn."""
+        begun = last = resumed = time.perf_counter()
+        away: list[list[float]] = []
+        while last < begun + length_s:
+            now = time.perf_counter()
+            if now - last > PAUSE_S:
+                away.append([last - resumed, now - last])
+                resumed = now
+            last = now
+        self.found["pauses"] = {"watched_s": last - begun, "ran_and_away_s": away}
+        paused_s = sum(pause for _, pause in away)
+        if paused_s > 0.02 * length_s:
+            self.sample_s = min(max(SAMPLE_S, CYCLES * length_s / len(away)), LONGEST_SAMPLE_S)
+            self.say(f"this process is kept waiting {paused_s / length_s:.0%} of the time: samples are longer")
+
+    def _sample(self, kernel: Any, shape: Shape) -> list[Any]:
+        """Calls, their seconds all together, those of some of them, and the processor's all together."""
+        each: list[float] = []
+        processor_s = 0.0
+        opened = time.perf_counter()
+        while not each or time.perf_counter() < opened + self.sample_s:
+            seconds, running_s = self._call(kernel, shape)
+            each.append(seconds)
+            processor_s += running_s
+        step = -(-len(each) // EACH)
+        return [len(each), sum(each), each[::step], processor_s]
+
+    def _call(self, kernel: Any, shape: Shape) -> tuple[float, float]:
+        """Seconds by the clock and of the processor."""
+        batch, rows, inner, columns = shape
+        left, right = self._take(batch * rows * inner), self._take(batch * columns * inner)
+        one, two = left.reshape(batch, rows, inner), right.reshape(batch, columns, inner).transpose(0, 2, 1)
+        factors = (one[0], two[0]) if batch == 1 else (one, two)
+        running, begin = time.process_time(), time.perf_counter()
+        kernel.product(*factors)
+        seconds = time.perf_counter() - begin
+        return seconds, time.process_time() - running
+
+    def _take(self, cells: int) -> Any:
+        if self._at + cells > len(self._pool):
+            self._at = 0
+        self._at += cells
+        return self._pool[self._at - cells : self._at]
+
+    def _copy_rate(self) -> float:
+        half = len(self._pool) // 2
+        best_s = min(_timed(lambda: self._pool[:half].copy()) for _ in range(5))
+        return 2 * 4 * half / best_s  # read and written
+
+
+def _timed(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return max(time.perf_counter() - begin, 1e-9)
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds between 0 and 3600")
+    return value

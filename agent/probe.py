@@ -1,0 +1,84 @@
+"""The link to a server, measured: round trips of small messages, then larger ones, one way at a time.
+
+A PROBE says how many bytes the answer shall have; the server answers at once, also to somebody who has not joined.
+What a larger message takes longer than a small one is its transfer.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import zmq
+
+from agent.errors import UserError
+from agent.wire import MAX_FRAME_BYTES, MAX_PROBE_BYTES, Probe, Refused, WireError, decode, encode, send_frames
+
+ROUND_TRIPS = 20
+TRANSFERS = 5
+ENOUGH_S = 0.2  # a transfer that takes so long says enough
+PATIENCE_S = 20.0
+
+
+def check_address(address: str) -> None:
+    found = re.fullmatch(r"tcp://(?:[^:/\s]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", address)
+    if not found or not 1 <= int(found[1]) <= 65535:
+        raise UserError(f"--ps is {address!r}; give an address such as tcp://192.0.2.7:5555")
+
+
+def measure_link(address: str) -> dict[str, Any]:
+    """Raw samples: seconds of round trips, and of what went down and up bytes, seconds, and those of the processor."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.connect(address)
+        kept: list[Any] = []
+        _trip(socket, address, 0, 0, 0, kept)  # the first one also connects
+        trips_s = [_trip(socket, address, number + 1, 0, 0, kept)[0] for number in range(ROUND_TRIPS)]
+        down = _transfers(socket, address, True, kept)
+        up = _transfers(socket, address, False, kept)
+        return {"address": address, "round_trip_s": trips_s, "down": down, "up": up}
+    finally:
+        context.destroy(linger=0)
+
+
+def _transfers(socket: zmq.Socket[bytes], address: str, down: bool, kept: list[Any]) -> list[list[float]]:
+    """Larger and larger until one takes long enough, then a few of that size."""
+    size, token, found = 1 << 14, 1000 if down else 2000, []
+    while True:
+        times = _trip(socket, address, token, 0 if down else size, size if down else 0, kept)
+        token += 1
+        if times[0] >= ENOUGH_S or size >= MAX_PROBE_BYTES:
+            break
+        size *= 2
+    found.append([float(size), *times])
+    while len(found) < TRANSFERS:
+        found.append([float(size), *_trip(socket, address, token, 0 if down else size, size if down else 0, kept)])
+        token += 1
+    return found
+
+
+def _trip(
+    socket: zmq.Socket[bytes], address: str, token: int, up_bytes: int, down_bytes: int, kept: list[Any]
+) -> tuple[float, float]:
+    """Seconds by the clock and of this process's processor. What came is kept, as operands are: the next answer needs
+    memory of its own."""
+    frames = encode(Probe(token, down_bytes, bytes(up_bytes)))
+    running, begin = time.process_time(), time.perf_counter()
+    send_frames(socket, frames)
+    while True:
+        left_s = begin + PATIENCE_S - time.perf_counter()
+        if left_s <= 0 or not socket.poll(int(1000 * left_s)):
+            raise UserError(f"no answer from {address} within {PATIENCE_S:.0f} s: is a server running there?")
+        try:
+            answer = decode(socket.recv_multipart(copy=False))
+        except WireError as error:
+            raise UserError(f"{address} answered what makes no sense ({error}); is it a Cleave server?") from None
+        match answer:
+            case Probe(token=returned) if returned == token:
+                kept.append(answer.data)
+                return time.perf_counter() - begin, time.process_time() - running
+            case Refused(reason=reason):
+                raise UserError(f"{address} refused to be measured: {reason}")

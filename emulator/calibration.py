@@ -1,0 +1,278 @@
+"""Measured samples -> performance model, and how far it is off on shapes that it has not seen. Pure; needs SciPy.
+
+The typical time of a shape is the median over the rounds, of single calls. Under a CPU quota, where a short call either
+meets a pause or does not, it is the processor's time, times what all rounds together took longer than that. What slowed
+down all shapes for a while (somebody else's work on a shared machine) is divided out first.
+
+The formula's terms are fitted without negative ones (every additional cell costs time), relative errors counting alike
+for short and long products, outliers little; the kernel's tile is the one that explains most. What is left is
+interpolated (a Gaussian process of maximum likelihood).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from scipy.optimize import curve_fit, minimize, nnls
+
+from emulator.performance import COORDINATES, SPREAD_AT, TERMS, Performance, closeness, coordinates, terms
+from emulator.samples import AGAIN, ProfileError, Samples
+
+Floats = NDArray[np.float64]
+TILES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+ROBUST = 0.05  # a relative error beyond this counts as its size, not as its square
+FOLDS = 5
+LEAST_SHAPES = 20
+DRIFT = 15  # samples: what lasts shorter than this is chance
+PAUSES_MATTER = 0.02  # of the time
+WARMTH_MATTERS = 0.03
+NOT_RESTED = (1.0, 1.0)  # a rest makes no difference
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    model: Performance
+    kernel: str
+    shapes: NDArray[np.int64]
+    measured_s: Floats  # typical, by shape
+    predicted_s: Floats  # by a model fitted without this shape
+    median_error: float
+    p95_error: float
+
+    @property
+    def error(self) -> Floats:
+        """Of each shape, held out: predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def large_flops(self) -> float:
+        """The rate of a large product: what a planner needs, which knows one rate and one overhead."""
+        shape = np.array([[1, 512, 512, 512]])
+        return float(2 * 512**3 / (self.model.seconds(shape)[0] - self.model.overhead_s))
+
+
+def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
+    """Fit the kernel that was asked for, or the one that the agent would take: the faster one on large products."""
+    number = _kernel(samples, kernel)
+    shapes, measured_s = typical(samples, number)
+    if len(shapes) < LEAST_SHAPES:
+        raise ProfileError(
+            f"{samples.path} has samples of {len(shapes)} shapes, at least {LEAST_SHAPES} are needed; "
+            "measure again, and longer"
+        )
+    predicted_s = np.empty(len(shapes))
+    fold = np.random.default_rng(0).permutation(len(shapes)) % FOLDS
+    for held_out in range(FOLDS):
+        out = fold == held_out
+        predicted_s[out] = fit(shapes[~out], measured_s[~out]).seconds(shapes[out])
+    error = np.abs(predicted_s / measured_s - 1)
+    model = fit(shapes, measured_s)
+    run_s, pause_s = _pauses(samples)
+    down_s, up_s = _transfers(samples)
+    rested, warm_up_s = warmth(samples.sustained)
+    model = replace(
+        model,
+        spread=spread(samples, number),
+        down_s=down_s,
+        up_s=up_s,
+        run_s=run_s,
+        pause_s=pause_s,
+        rested=rested,
+        warm_up_s=warm_up_s,
+    )
+    median, p95 = np.quantile(error, [0.5, 0.95]).tolist()
+    return Calibration(model, samples.kernels[number], shapes, measured_s, predicted_s, median, p95)
+
+
+def typical(samples: Samples, kernel: int) -> tuple[NDArray[np.int64], Floats]:
+    found = _times(samples, kernel)
+    order = sorted(found)
+    return samples.shapes[order], np.array([np.median(found[shape]) for shape in order])
+
+
+def _times(samples: Samples, kernel: int) -> dict[int, list[float]]:
+    """By shape: what one call took, round by round, without what slowed down all shapes at that time."""
+    stretch = stretched(samples)
+    mine = [s for s in samples.samples if s.kernel == kernel]
+    shape = np.array([s.shape for s in mine])
+    seconds = np.array(
+        [float(np.median(s.each_s)) if stretch is None else stretch * s.processor_s / s.calls for s in mine]
+    )
+    seconds /= np.exp(drift(shape, np.log(seconds)))
+    return {number: seconds[shape == number].tolist() for number in np.unique(shape).tolist()}
+
+
+def drift(shape: NDArray[np.int64], logs: Floats) -> Floats:
+    """How much slower the machine was at each sample than it usually was: the samples are in the order of time, and
+    neighbours in time are of different shapes. Nothing, where a shape was seen only once or twice."""
+    slower: Floats = np.zeros(len(logs))
+    members = [np.flatnonzero(shape == number) for number in np.unique(shape)]
+    if min((len(m) for m in members), default=0) < 3:
+        return slower
+    for _ in range(3):
+        left = logs - slower
+        for at in members:
+            left[at] = logs[at] - np.median(left[at])
+        padded = np.pad(left, DRIFT // 2, mode="reflect")
+        slower = np.median(np.lib.stride_tricks.sliding_window_view(padded, DRIFT), axis=1)
+    return slower - float(np.median(slower))
+
+
+def stretched(samples: Samples) -> float | None:
+    """How much longer things take than the processor's time, under a CPU quota; None without one."""
+    return None if samples.quota is None else max(1.0, samples.stretch)
+
+
+def fit(shapes: NDArray[np.int64], measured_s: Floats) -> Performance:
+    """The formula and its efficiency over shape; neither spread nor pauses nor warmth."""
+    fits = []
+    for tile in itertools.product(TILES, TILES):
+        table = terms(shapes, *tile)
+        factors = _formula(table, measured_s)
+        fits.append((_loss(measured_s, table @ factors), tile, factors))
+    _, (tile_rows, tile_columns), factors = min(fits, key=lambda found: found[0])
+    left = np.log(measured_s / (terms(shapes, tile_rows, tile_columns) @ factors))
+    lengths, weights = _interpolation(coordinates(shapes, tile_rows, tile_columns), left)
+    return Performance(
+        **dict(zip(TERMS, factors.tolist(), strict=True)),
+        tile_rows=tile_rows,
+        tile_columns=tile_columns,
+        shapes=tuple(tuple(shape) for shape in shapes.tolist()),
+        weights=tuple(weights.tolist()),
+        lengths=tuple(lengths.tolist()),
+    )
+
+
+def _formula(table: Floats, measured_s: Floats) -> Floats:
+    weight = 1 / measured_s
+    scale = table.max(axis=0)  # columns of like size: the solver's tolerance is absolute
+    factors: Floats = np.zeros(table.shape[1])
+    for _ in range(5):
+        try:
+            solved, _ = nnls(table / scale * weight[:, None], measured_s * weight)
+        except RuntimeError:  # it does not converge: keep what there is
+            break
+        factors = solved / scale
+        factors[-1] = max(factors[-1], 1e-18)  # nobody multiplies in no time
+        weight = 1 / measured_s / np.sqrt(1 + (_off(measured_s, table @ factors) / ROBUST) ** 2)
+    return factors
+
+
+def _off(measured_s: Floats, predicted_s: Floats) -> Floats:
+    result: Floats = np.log(measured_s / np.maximum(predicted_s, 1e-12))
+    return result
+
+
+def _loss(measured_s: Floats, predicted_s: Floats) -> float:
+    return float(np.mean(np.sqrt(1 + (_off(measured_s, predicted_s) / ROBUST) ** 2)))
+
+
+def _interpolation(places: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Lengths and weights of a Gaussian process through the values, with noise."""
+
+    def covariance(guess: Floats) -> Floats:
+        lengths, scale, noise = np.exp(guess[:COORDINATES]), np.exp(guess[-2]), np.exp(guess[-1])
+        result: Floats = scale * closeness(places, places, lengths.tolist()) + (noise + 1e-9) * np.eye(len(values))
+        return result
+
+    def unlikely(guess: Floats) -> float:
+        factor = cho_factor(covariance(guess), lower=True)
+        return float(0.5 * values @ cho_solve(factor, values) + np.log(np.diag(factor[0])).sum())
+
+    begin = np.array([0.7] * 4 + [0.0, 0.0, 0.7, np.log(0.03), np.log(0.001)])
+    bounds = [(-1.0, 4.0)] * 4 + [(-2.0, 4.0)] * 3 + [(-9.0, 2.0), (-11.0, -2.0)]
+    found = minimize(unlikely, begin, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}).x
+    weights = np.exp(found[-2]) * np.linalg.solve(covariance(found), values)
+    return np.exp(found[:COORDINATES]), weights
+
+
+def spread(samples: Samples, kernel: int) -> tuple[float, ...]:
+    """How calls of one shape differ: quantiles of their time over the typical one; of the longer half of the shapes,
+    because a moment in which somebody else has the processor is a hundred times a short call. Under a quota by the
+    processor's time: by the clock single ones differ by the pauses, which are modelled as such."""
+    by_shape: dict[int, list[float]] = {}
+    if samples.quota is not None:
+        by_shape = _times(samples, kernel)
+    else:
+        for s in samples.samples:
+            if s.kernel == kernel:
+                by_shape.setdefault(s.shape, []).extend(s.each_s)
+    typical_s = {shape: float(np.median(times)) for shape, times in by_shape.items()}
+    long_s = np.median(list(typical_s.values()))
+    factors = np.concatenate([np.array(by_shape[i]) / t for i, t in typical_s.items() if t >= long_s])
+    quantiles = np.quantile(factors, SPREAD_AT)
+    return tuple(np.maximum.accumulate(quantiles).tolist())
+
+
+def _pauses(samples: Samples) -> tuple[float, float]:
+    """How long it runs and is then kept waiting, on average; zero unless a CPU quota is the reason."""
+    ran_s, away_s = samples.pauses.sum(axis=0) if len(samples.pauses) else (0.0, 0.0)
+    if samples.quota is None or away_s <= PAUSES_MATTER * ran_s or ran_s <= 0:
+        return 0.0, 0.0
+    return float(ran_s / len(samples.pauses)), float(away_s / len(samples.pauses))
+
+
+def _transfers(samples: Samples) -> tuple[float, float]:
+    """Seconds a byte, down and up, that the processor is busy with the link and does not compute. Only under a CPU
+    quota: elsewhere another core does it."""
+    stretch = stretched(samples)
+    if stretch is None or samples.link is None:
+        return 0.0, 0.0
+    down_s, up_s = (
+        stretch * float(np.median([running_s / size for size, _, running_s in samples.link[way]]))
+        for way in ("down", "up")
+    )
+    return down_s, up_s
+
+
+def warmth(sustained: Floats) -> tuple[float, float]:
+    """Times of one product while the device gets warm: where it begins, as a share of where it ends, and how soon."""
+    if len(sustained) < 8:
+        return NOT_RESTED
+    at_s, seconds = sustained.T
+    end_s = float(at_s[-1])
+
+    def law(at: Floats, hot: float, rested: float, tau: float) -> Floats:
+        result: Floats = hot * (1 - (1 - rested) * np.exp(-at / tau))
+        return result
+
+    low = end_s / len(at_s)
+    try:
+        found, _ = curve_fit(
+            law,
+            at_s,
+            seconds,
+            p0=(float(np.median(seconds[-4:])), 0.9, end_s / 4),
+            bounds=([0, 0.05, low], [np.inf, 1.0, 2 * end_s]),
+            loss="soft_l1",
+            f_scale=0.02 * float(np.median(seconds)),
+        )
+    except RuntimeError:  # no such curve in it
+        return NOT_RESTED
+    _, rested, tau = found
+    unexplained = np.abs(seconds - law(at_s, *found)).sum() > 0.5 * np.abs(seconds - np.median(seconds)).sum()
+    if 1 - rested < WARMTH_MATTERS or unexplained:  # the second: a wave of something else
+        return NOT_RESTED
+    return float(rested), float(tau)
+
+
+def _kernel(samples: Samples, wanted: str | None) -> int:
+    if wanted is not None:
+        if wanted not in samples.kernels:
+            raise ProfileError(f"{samples.path} has no kernel {wanted!r}; it has {', '.join(samples.kernels)}")
+        return samples.kernels.index(wanted)
+    if not samples.samples:
+        raise ProfileError(f"{samples.path} has no samples; {AGAIN}")
+    flops = 2.0 * samples.shapes.prod(axis=1)
+    large = flops >= np.quantile(flops, 0.8)
+    rates: dict[int, list[float]] = {}
+    for s in samples.samples:
+        if large[s.shape]:
+            rates.setdefault(s.kernel, []).append(s.calls * flops[s.shape] / s.seconds)
+    if not rates:
+        return samples.samples[0].kernel
+    return max(rates, key=lambda kernel: float(np.median(rates[kernel])))

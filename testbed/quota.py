@@ -1,0 +1,68 @@
+"""A share of the processor for a process of this machine: a control group with a CPU quota, gone afterwards.
+
+This is how one machine stands for several slower devices. Linux, version 1 or 2 of control groups, and the right to
+make them (root, or a delegated group); elsewhere UserError says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent.errors import UserError
+
+ROOT = Path("/sys/fs/cgroup")
+PERIOD_US = 5000
+LEAST_US = 1000  # less is silently not applied by some kernels
+
+
+@contextlib.contextmanager
+def cpu_quota(quota_us: int, period_us: int = PERIOD_US) -> Iterator[Path]:
+    """The group's folder; see `enter`. What is still in it at the end is moved back to where this process is."""
+    if quota_us < LEAST_US:
+        raise UserError(f"a CPU quota of {quota_us} us is too small for the kernel to keep; give at least {LEAST_US}")
+    first = (ROOT / "cpu" / "cpu.cfs_period_us").exists() or (ROOT / "cpu" / "cgroup.procs").exists()
+    parent = ROOT / "cpu" if first else ROOT
+    group = parent / f"cleave-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        group.mkdir()
+        if first:
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+            kept = int((group / "cpu.cfs_quota_us").read_text()), int((group / "cpu.cfs_period_us").read_text())
+        else:
+            (group / "cpu.max").write_text(f"{quota_us} {period_us}")
+            one, two = (group / "cpu.max").read_text().split()
+            kept = int(one), int(two)
+        with contextlib.suppress(OSError):  # its quota is its own, whatever else this machine does
+            (group / ("cpu.shares" if first else "cpu.weight")).write_text("262144" if first else "10000")
+        if kept != (quota_us, period_us):
+            raise UserError(f"the kernel made {kept[0]} of {kept[1]} us of a CPU quota of {quota_us} of {period_us}")
+        yield group
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"no CPU quota can be set here ({error}); run as root on Linux, or without a quota") from None
+    finally:
+        _remove(group, parent)
+
+
+def enter(group: Path, process: int = 0) -> None:
+    """Put a process, all of its threads, into the group; 0 is this one. To be called before it begins to compute."""
+    (group / "cgroup.procs").write_text(str(process))
+
+
+def _remove(group: Path, parent: Path) -> None:
+    if not group.exists():
+        return
+    for _ in range(100):  # a process that has just ended may still be there for a moment
+        for process in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (parent / "cgroup.procs").write_text(process)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.01)

@@ -1,0 +1,305 @@
+"""`cleave twin`: the same stream of blocks on real agents and on their emulated twins, side by side.
+
+Both sides are driven by a real server with the same products and fixed plans: every device gets the same blocks in the
+same order, all within its credit, so that nobody takes work from anybody. The real side is agent processes of this
+machine with the threads and the CPU quota of their profile; the other one is pods with the fitted models.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from agent.errors import Failure, UserError
+from agent.probe import measure_link
+from agent.profile import MAX_RATE, Profile, pack_profiles
+from agent.units import format_duration
+from emulator.calibration import Calibration
+from emulator.fleet import Fleet
+from emulator.performance import Models
+from emulator.samples import Samples
+from ps.jobs import Product
+from ps.operands import Operand
+from ps.planner import Plan
+from ps.server import Server
+from testbed.calibrate import link_figures
+from testbed.launch import Pods
+from testbed.quota import cpu_quota, enter
+
+Integers = NDArray[np.int64]
+CREDIT = 64  # blocks: more than a device has of one product
+BLOCKS = 6  # a device and product
+MEMORY_BYTES = 1 << 30
+JOIN_S = 60.0
+# `python -m agent`, which ends with us even if we are killed
+AGENT = """import runpy
+from emulator.pod import die_with_parent
+die_with_parent()
+runpy.run_module("agent", run_name="__main__")"""
+TRIES = 3  # products before it counts: processes get warm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Device:
+    samples: Samples
+    calibration: Calibration
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One product of a step: tiles and whose they are."""
+
+    rows: int
+    inner: int
+    columns: int
+    tiles: Integers
+    device: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """What one side did: by block, in the order of device and block; and by step."""
+
+    device: Integers
+    block_s: NDArray[np.float64]  # from sending to the answer, as the server sees it
+    compute_s: NDArray[np.float64]  # as the device says
+    step_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    what: str
+    real_s: float
+    twin_s: float
+
+    @property
+    def error(self) -> float:
+        return self.twin_s / self.real_s - 1
+
+
+def stream(devices: Sequence[Device], steps: int, seconds: float, seed: int) -> list[list[Part]]:
+    """So many steps of one product each, which take every device about so long by its model. Strips of rows of random
+    height, columns and inner length, the same for both sides; large ones, as those of a large model are."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(steps):
+        inner, columns = int(rng.integers(512, 2049)), int(rng.integers(384, 1025))
+        tiles, owners, at = [], [], 0
+        for number, device in enumerate(devices):
+            one_s = device.calibration.model.seconds(np.array([[1, 128, inner, columns]]))[0] / 128
+            shares = rng.uniform(0.5, 1.5, BLOCKS)
+            for height in np.maximum(1, seconds / one_s * shares / shares.sum()).astype(int).tolist():
+                tiles.append([0, 1, at, height, 0, columns])
+                owners.append(number)
+                at += height
+        found.append([Part(at, inner, columns, np.array(tiles), np.array(owners))])
+    return found
+
+
+def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say: Callable[[str], None]) -> list[Side]:
+    """The real side and the twins' side."""
+    parts = stream(devices, steps + TRIES, step_s, seed)
+    say(f"real: {len(devices)} agent(s), {steps} steps of about {step_s:g} s")
+    with serving() as server:
+        links = [_link(device, server.address) for device in devices]
+        with ExitStack() as stack:
+            for number, device in enumerate(devices):
+                stack.enter_context(real_agent(device, server.address, number))
+                _wait(server, number + 1)
+            real = drive(server, parts, seed)
+    say("twin: the same blocks on emulated devices")
+    with serving() as server, Pods(twin_fleet(devices, links, seed), _pods(devices), server.address, "model") as pods:
+        _wait(server, len(devices), pods)
+        # pods join in any order: the plan names devices by their number in the stream
+        order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
+        try:
+            twin = drive(server, parts, seed, order)
+        finally:
+            server.stop()
+    return [real, twin]
+
+
+def _pods(devices: Sequence[Device]) -> int:
+    return min(len(devices), os.cpu_count() or 1)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    server = Server().start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        if server.error is not None:
+            raise Failure(f"the server failed: {server.error!r}")
+
+
+@contextmanager
+def real_agent(device: Device, address: str, number: int) -> Iterator[None]:
+    samples = device.samples
+    command = [sys.executable, "-c", AGENT, "--ps", address, "--once", "--name", f"real-{number}"]
+    command += ["--threads", str(samples.threads), "--kernel", device.calibration.kernel]
+    command += ["--credit", str(CREDIT), "--memory", f"{MEMORY_BYTES} B"]
+    with ExitStack() as stack:
+        group = stack.enter_context(cpu_quota(*samples.quota)) if samples.quota else None
+        threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(samples.threads))
+        agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, env=os.environ | threads)
+        try:
+            if group is not None:
+                enter(group, agent.pid)
+            yield
+        finally:
+            agent.terminate()
+            try:
+                agent.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+
+def twin_fleet(devices: Sequence[Device], links: Sequence[dict[str, float]], seed: int) -> Fleet:
+    profiles = [
+        Profile(
+            flops=device.calibration.large_flops,
+            overhead_s=device.calibration.model.overhead_s,
+            down_bps=min(link["down_bps"], MAX_RATE),
+            up_bps=min(link["up_bps"], MAX_RATE),
+            latency_s=link["latency_s"],
+            memory_bytes=MEMORY_BYTES,
+            credit_blocks=CREDIT,
+        )
+        for device, link in zip(devices, links, strict=True)
+    ]
+    count = len(devices)
+    models = Models(
+        tuple(device.calibration.model for device in devices), np.arange(count), tuple((seed, i) for i in range(count))
+    )
+    names = [device.samples.name for device in devices]
+    return Fleet(pack_profiles(profiles), names, ["as-measured"] * count, {"measured": count}, models=models)
+
+
+def drive(server: Server, steps: Sequence[Sequence[Part]], seed: int, order: Sequence[int] | None = None) -> Side:
+    """Every step's products, the next step when all are done; the first steps do not count. `order`: which device of
+    the stream each one is that has joined, in the order of joining."""
+    rng = np.random.default_rng(seed)
+    ids = np.arange(server.devices) if order is None else np.argsort(np.array(order))
+    step_s = []
+    for number, parts in enumerate(steps):
+        products, done = [], SimpleQueue[int]()
+        for part in parts:
+            left = rng.standard_normal((1, part.rows, part.inner), dtype=np.float32)
+            right = rng.standard_normal((1, part.columns, part.inner), dtype=np.float32)
+            fresh = np.ones((len(part.tiles), 2), bool)
+            fresh[1:, 1] = part.device[1:] != part.device[:-1]  # one slab of columns a device
+            plan = Plan(part.tiles, ids[part.device], fresh, 0.0)
+            out = np.empty((1, part.rows, part.columns), np.float32)
+            products.append(
+                Product(Operand(left), Operand(right), out, partial(done.put, 0), f"step {number}", number, plan=plan)
+            )
+        begun = time.perf_counter()
+        server.submit(*products)
+        finished = 0
+        while finished < len(products):
+            finished += len(server.collect(done))
+        step_s.append(time.perf_counter() - begun)
+    columns = server.records.columns()
+    counts = columns["step"] >= TRIES
+    columns = {name: values[counts] for name, values in columns.items()}
+    sort = np.lexsort((columns["block"], columns["job"]))
+    return Side(
+        device=np.argsort(ids)[columns["device"][sort]],
+        block_s=(columns["received_s"] - columns["sent_s"])[sort],
+        compute_s=columns["compute_s"][sort],
+        step_s=np.array(step_s[TRIES:]),
+    )
+
+
+def rows(real: Side, twin: Side) -> list[Row]:
+    found = [Row("mean step", float(real.step_s.mean()), float(twin.step_s.mean()))]
+    for what, one, two in (
+        ("block, sent to answered", real.block_s, twin.block_s),
+        ("block, computing", real.compute_s, twin.compute_s),
+    ):
+        for quantile in (50, 90):
+            values = (float(np.percentile(x, quantile)) for x in (one, two))
+            found.append(Row(f"{what}, p{quantile}", *values))
+    return found
+
+
+def print_rows(console: Console, names: Sequence[str], real: Side, twin: Side) -> None:
+    tables = [("all devices", rows(real, twin))]
+    if len(names) > 1:
+        for number, name in enumerate(names):
+            one, two = (
+                Side(s.device, s.block_s[s.device == number], s.compute_s[s.device == number], s.step_s)
+                for s in (real, twin)
+            )
+            tables.append((f"device {number}, {name}", rows(one, two)[1:]))
+    table = Table(box=None)
+    for column in ("", "real", "twin", "error"):
+        table.add_column(column, justify="left" if not column else "right")
+    for title, found in tables:
+        table.add_row(f"[bold]{title}[/bold]")
+        for row in found:
+            table.add_row(
+                f"  {row.what}", format_duration(row.real_s), format_duration(row.twin_s), f"{row.error:+.1%}"
+            )
+    console.print(table)
+
+
+def as_json(names: Sequence[str], real: Side, twin: Side) -> dict[str, Any]:
+    def side(values: Side) -> dict[str, Any]:
+        return {
+            "device": values.device.tolist(),
+            "block_s": values.block_s.tolist(),
+            "compute_s": values.compute_s.tolist(),
+            "step_s": values.step_s.tolist(),
+        }
+
+    return {
+        "devices": list(names),
+        "compared": [
+            {"what": row.what, "real_s": row.real_s, "twin_s": row.twin_s, "error": row.error}
+            for row in rows(real, twin)
+        ],
+        "real": side(real),
+        "twin": side(twin),
+    }
+
+
+def _link(device: Device, address: str) -> dict[str, float]:
+    """As its profile says; else that of this machine to itself, on which the real agent runs."""
+    if found := link_figures(device.samples):
+        return found
+    here = link_figures(replace(device.samples, link=measure_link(address)))
+    assert here is not None
+    return here
+
+
+def _wait(server: Server, count: int, pods: Pods | None = None) -> None:
+    until = time.monotonic() + JOIN_S
+    while not server.wait_for_devices(count, 0.5):
+        if pods is not None:
+            pods.check()
+        if time.monotonic() > until:
+            raise Failure(f"{server.devices} of {count} devices joined within {JOIN_S:.0f} s; is this host overloaded?")
+
+
+def check(devices: Sequence[Samples]) -> None:
+    for samples in devices:
+        cores = os.cpu_count() or 1
+        if samples.threads > cores:
+            raise UserError(f"{samples.path} was measured with {samples.threads} threads, this machine has {cores}")

@@ -1,0 +1,188 @@
+"""`python -m agent measure` as a real process, the link to a real server, and `cleave twin` on what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from agent.about import cpu_quota as own_quota
+from agent.profile import Profile, pack_profiles
+from emulator.calibration import calibrate
+from emulator.fleet import Fleet
+from emulator.performance import Models, Performance
+from emulator.samples import read_samples
+from ps.server import Server
+from testbed import quota, twin
+from testbed.launch import Pods
+
+if TYPE_CHECKING:
+    from conftest import Serve, Start
+
+LIMIT_S = 90.0
+CLEAVE = ("-c", "from testbed.cli import main; main()")
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "me.json"
+    program = start("agent", "measure", "--quick", "--out", str(path), "--name", "me", "--ps", serve().address)
+    assert program.wait(LIMIT_S) == 0, program.output
+    assert any("s left" in line for line in program.errors)
+    samples = read_samples(path)
+    assert samples.complete
+    assert samples.name == "me"
+    assert "numpy" in samples.kernels
+    assert {(s.kernel, s.shape) for s in samples.samples} == {
+        (kernel, shape) for kernel in range(len(samples.kernels)) for shape in range(24)
+    }
+    assert {"python", "numpy"} <= set(samples.versions)
+    assert samples.link is not None
+    assert min(samples.link["round_trip_s"]) > 0
+    for size, seconds, processor_s in samples.link["down"] + samples.link["up"]:
+        assert size >= 1 << 14
+        assert min(seconds, processor_s) > 0
+    assert list(tmp_path.iterdir()) == [path]
+    assert calibrate(samples).median_error > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_writes_what_it_has_and_says_that_it_is_not_all(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "me.json"
+    program = start("agent", "measure", "--out", str(path), "--rounds", "1000", "--shapes", "30", "--sustained", "0")
+    program.expect("round 1 of 1000")
+    program.signal(number)
+    assert program.wait(LIMIT_S) == 130, program.output
+    samples = read_samples(path)
+    assert not samples.complete
+    assert samples.samples
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ps", "nonsense"], "--ps"),
+        (["--memory", "lots"], "lots"),
+        (["--out", "/nowhere/at/all.json"], "/nowhere"),
+        (["--threads", "0"], "positive"),
+        (["--sustained", "-1"], "between 0 and 3600"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_measured(
+    start: Start, tmp_path: Path, options: list[str], said: str
+) -> None:
+    program = start("agent", "measure", *options)
+    assert program.wait() == 2
+    assert said in program.errors[-1]
+
+
+def test_a_server_that_has_no_time_to_be_asked_for_gigabytes(serve: Serve) -> None:
+    """A probe larger than allowed is answered with a refusal, and costs the server nothing."""
+    import zmq
+
+    from agent.wire import MAX_PROBE_BYTES, Probe, Refused, decode, encode
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(serve().address)
+        for wanted, kind in ((MAX_PROBE_BYTES + 1, Refused), (1000, Probe)):
+            socket.send_multipart(encode(Probe(7, wanted, b"")))
+            assert socket.poll(10_000)
+            answer = decode(socket.recv_multipart(copy=False))
+            assert isinstance(answer, kind)
+    assert isinstance(answer, Probe)
+    assert (answer.token, len(answer.data)) == (7, 1000)
+
+
+# ---- CPU quotas
+
+
+def quotas_work() -> bool:
+    try:
+        with quota.cpu_quota(5000, 10000):
+            return True
+    except Exception:
+        return False
+
+
+needs_quota = pytest.mark.skipif(not quotas_work(), reason="no CPU quota can be set here: it needs root and cgroups")
+
+
+@needs_quota
+def test_a_quota_holds_is_seen_from_inside_and_leaves_nothing_behind() -> None:
+    with quota.cpu_quota(2500, 10000) as group:
+        code = "from agent.about import cpu_quota; input(); print(cpu_quota())"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        quota.enter(group, process.pid)
+        said, _ = process.communicate("\n", timeout=30)
+        assert said.strip() == "{'quota_us': 2500, 'period_us': 10000}"
+        assert own_quota() != {"quota_us": 2500, "period_us": 10000}
+    assert not group.exists()
+
+
+def test_a_quota_that_the_kernel_would_not_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match="too small"), quota.cpu_quota(10):
+        pass
+
+
+# ---- twins
+
+
+def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "me.json"
+    measure = ("agent", "measure", "--quick", "--kernel", "numpy", "--out", str(path))
+    assert start(*measure).wait(LIMIT_S) == 0
+    program = start(*CLEAVE, "twin", str(path), str(path), "--steps", "2", "--step-s", "0.05", "--format", "json")
+    assert program.wait(LIMIT_S) == 0, program.output
+    found = json.loads(next(line for line in program.said if line.startswith("{")))
+    assert found["real"]["device"] == found["twin"]["device"]
+    assert sorted(set(found["real"]["device"])) == [0, 1]
+    assert len(found["real"]["block_s"]) == 2 * 2 * twin.BLOCKS
+    for side in ("real", "twin"):
+        assert len(found[side]["step_s"]) == 2
+        assert min(found[side]["compute_s"]) > 0
+    assert {row["what"] for row in found["compared"]} >= {"mean step", "block, computing, p50"}
+
+
+def test_a_pod_computes_as_long_as_the_model_says(serve: Serve) -> None:
+    model = Performance(0.001, 1e-9, right_s=1e-9, tile_rows=6, tile_columns=16)
+    profiles = pack_profiles([Profile(1e9, 0.0, 1e9, 1e9, 0.0, 1 << 30, twin.CREDIT)] * 3)
+    of = np.array([0, -1, 0])
+    fleet = Fleet(profiles, ["d"] * 3, ["n"] * 3, {}, models=Models((model,), of, ((0, 0), (0, 1), (0, 2))))
+    tiles = np.array([[0, 1, 0, 20, 0, 30], [0, 1, 20, 40, 0, 30], [0, 1, 60, 7, 0, 30]])
+    server: Server = serve()
+    with Pods(fleet, 2, server.address, "model"):
+        assert server.wait_for_devices(3, 30)
+        order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
+        parts = [[twin.Part(67, 50, 30, tiles, np.arange(3))]] * (twin.TRIES + 2)
+        side = twin.drive(server, parts, 0, order)
+        server.stop()
+    expected = np.array([model.seconds(np.array([[1, rows, 50, 30]]))[0] for rows in (20, 40, 7)])
+    expected[1] = 2 * 40 * 50 * 30 / 1e9
+    assert side.device.tolist() == [0, 1, 2] * 2
+    assert side.compute_s == pytest.approx(np.tile(expected, 2), rel=1e-5)
+
+
+def test_this_many_cores_are_needed(tmp_path: Path) -> None:
+    from test_calibrate import profile, written
+
+    document = profile(24, 1)
+    document["device"]["threads"] = 10_000
+    with pytest.raises(ValueError, match=f"this machine has {os.cpu_count()}"):
+        twin.check([read_samples(written(tmp_path, document))])
