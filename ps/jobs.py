@@ -64,7 +64,7 @@ class Live:
             raise WireError(f"an answer names block {block} of a job that has {len(self.tiles)}")
         return self.tiles[block]
 
-    def sent(self, blocks: NDArray[np.uint32], stamp_ns: int) -> None:
+    def sent(self, blocks: NDArray[np.uint32] | int, stamp_ns: int) -> None:
         if grown := len(self.job.tiles) - len(self.sent_ns):
             self.sent_ns = np.concatenate([self.sent_ns, np.zeros(grown, np.uint64)])
         self.sent_ns[blocks] = stamp_ns

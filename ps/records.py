@@ -48,6 +48,10 @@ class Records:
                 kept.append(key in counted)
                 counted.discard(key)  # the same answer twice counts once
             answers = answers[kept]
+        self.counted(answers, received_ns)
+
+    def counted(self, answers: NDArray[np.void], received_ns: int) -> None:
+        """Answers that count, their devices given by id."""
         self._answers.append((answers, received_ns))
 
     def lost(self, loss: int, devices: list[int], blocks: int, detected_ns: int, planned_ns: int) -> None:

@@ -25,9 +25,15 @@ class LaunchError(Failure):
     """A pod did not start or died; the text has its last words."""
 
 
+def device_labels(fleet: Fleet) -> list[str]:
+    return [f"{d}/{n}/{i}" for i, (d, n) in enumerate(zip(fleet.device_names, fleet.network_names, strict=True))]
+
+
 class Pods:
-    def __init__(self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = ()) -> None:
-        """`absent` devices of the fleet are not there at first."""
+    def __init__(
+        self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = (), scale: float = 1.0
+    ) -> None:
+        """`absent` devices of the fleet are not there at first; `scale`: of the clock, as the server has it."""
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()
@@ -35,13 +41,13 @@ class Pods:
         self._count = count
         self._outbox: list[bytes] = []
         self._inbox: list[bytes] = []
-        labels = [f"{d}/{n}/{i}" for i, (d, n) in enumerate(zip(fleet.device_names, fleet.network_names, strict=True))]
+        labels = device_labels(fleet)
         away = set(absent)
         try:
             for pod in range(min(count, len(fleet))):
                 mine = slice(pod, None, count)  # dealt out, so that every pod has the same mix
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links],
+                    [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links, "--scale", str(scale)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

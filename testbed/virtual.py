@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.device import Devices
-from ps.cost import BYTES
 from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -30,8 +29,8 @@ from ps.events import (
     Submission,
     SuspendDevice,
 )
-from ps.ledger import Job
 from ps.planner import Planner, Request, Shape
+from testbed.modelled import schedule
 
 Key = tuple[int, int, int]  # device, job, block
 ROUNDING_S = 1e-9  # of sums of modelled seconds, added and subtracted in another order
@@ -146,36 +145,13 @@ class VirtualFleet:
         return outcome
 
     def _sent(self, blocks: SendBlocks) -> list[Sent]:
-        jobs = [self._dispatcher.jobs[job] for job in blocks.jobs]
-        parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in block_parts(job, block)]
-        down_bytes, flops, up_bytes, count = np.array(parts, np.float64).reshape(-1, 4).T
-        device = np.repeat(np.array(blocks.devices), count[count > 0].astype(np.int64))
-        due_s, _ = self._devices.schedule(
-            self.now_s, device, down_bytes.astype(np.int64), flops, up_bytes.astype(np.int64)
-        )
+        made = schedule(self._devices, np.array(blocks.devices), self._dispatcher.jobs, blocks, self.now_s)
         keys = zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True)
         return [
-            Sent(key, tuple(job.tiles[key[2]].tolist()), due)
-            for key, job, due in zip(keys, jobs, due_s[up_bytes > 0].tolist(), strict=True)
+            Sent(key, tuple(tile), due)
+            for key, tile, due in zip(keys, made.tiles.tolist(), made.due_s.tolist(), strict=True)
         ]
 
 
 def _columns(keys: Sequence[Key]) -> tuple[list[int], list[int], list[int]]:
     return [k[0] for k in keys], [k[1] for k in keys], [k[2] for k in keys]
-
-
-def block_parts(job: Job, block: int) -> list[tuple[float, float, float, int]]:
-    """What the device downloads, computes and uploads, chunk by chunk; and, with the first, how many chunks."""
-    _, batches, _, rows, _, columns = job.tiles[block].tolist()
-    inner, chunk = job.shape.inner, job.chunk[block]
-    cells = batches * rows * columns
-    lengths = [min(chunk, inner - start) for start in range(0, inner, chunk)]
-    return [
-        (
-            job.down_bytes[block] * length / inner,
-            2.0 * cells * length,
-            BYTES * cells * (i == len(lengths) - 1),
-            len(lengths) * (i == 0),
-        )
-        for i, length in enumerate(lengths)
-    ]

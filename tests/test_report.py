@@ -68,6 +68,7 @@ def make_run(
         model="opt-tiny",
         parameters=691_968,
         seed=1,
+        clock={"kind": "wall"},
         devices=len(labels),
         pods=2,
         joined_s=0.2,
@@ -92,6 +93,7 @@ def make_run(
         basis={"estimate": len(labels)},
         memory_bytes=600_000_000,
         total_s=9.5,
+        training_host_s=1.7,
         fidelity={"stretch": 1.01},
         verdict="VALID",
     )

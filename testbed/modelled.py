@@ -1,0 +1,63 @@
+"""What the dispatcher sends, as the device model sees it: the one place where virtual time schedules blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emulator.device import Devices
+from ps.cost import BYTES
+from ps.events import SendBlocks
+from ps.ledger import Job
+
+Integers = NDArray[np.int64]
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One entry a block, in the order in which they were sent."""
+
+    tiles: Integers  # [k, 6]
+    down_bytes: Integers
+    due_s: Numbers  # when its answer is back at the server
+    compute_s: Numbers
+
+    @property
+    def cells(self) -> Integers:
+        cells: Integers = self.tiles[:, 1] * self.tiles[:, 3] * self.tiles[:, 5]
+        return cells
+
+
+def schedule(devices: Devices, rows: Integers, jobs: Mapping[int, Job], blocks: SendBlocks, sent_s: float) -> Scheduled:
+    """These blocks, sent at that moment; `rows` says which of `devices` each of them is for."""
+    tiles = np.empty((len(rows), 6), np.int64)
+    down_bytes, chunk, inner = np.empty((3, len(rows)), np.int64)
+    positions: dict[int, list[int]] = {}
+    for position, number in enumerate(blocks.jobs):
+        positions.setdefault(number, []).append(position)
+    for number, at in positions.items():
+        job, mine = jobs[number], [blocks.blocks[position] for position in at]
+        tiles[at] = job.tiles[mine]
+        down_bytes[at] = [job.down_bytes[block] for block in mine]
+        chunk[at] = [job.chunk[block] for block in mine]
+        inner[at] = job.shape.inner
+    cells = tiles[:, 1] * tiles[:, 3] * tiles[:, 5]
+    count = -(-inner // chunk)
+    if (count == 1).all():
+        due_s, compute_s = devices.schedule(sent_s, rows, down_bytes, 2.0 * inner * cells, BYTES * cells)
+        return Scheduled(tiles, down_bytes, due_s, compute_s)
+    # what does not fit into a device comes in chunks, and only the last one sends something back
+    block = np.repeat(np.arange(len(rows)), count)
+    first = np.cumsum(count) - count
+    place = np.arange(len(block)) - first[block]
+    length = np.minimum(chunk[block], inner[block] - place * chunk[block])
+    last = place == count[block] - 1
+    part_bytes = (down_bytes[block] * length / inner[block]).astype(np.int64)
+    due_s, compute_s = devices.schedule(
+        sent_s, rows[block], part_bytes, 2.0 * length * cells[block], BYTES * cells[block] * last
+    )
+    return Scheduled(tiles, down_bytes, due_s[last], np.add.reduceat(compute_s, first))
