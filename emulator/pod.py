@@ -337,7 +337,7 @@ class Pod:
             if not due:
                 continue
             data = due[0][3].reshape(-1) if len(due) == 1 else np.concatenate([d[3].reshape(-1) for d in due])
-            line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data))
+            line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data, self._clock.now_ns()))
 
 
 def main(arguments: list[str] | None = None) -> int:

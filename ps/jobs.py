@@ -82,4 +82,5 @@ class Totals:
     wrong_blocks: int = 0
     check_s: float = 0.0  # time of the server's thread that checking took
     busy_s: float = 0.0  # and all its time but waiting
+    longest_turn_s: float = 0.0  # of its loop: so long an answer may wait
     dropped_messages: int = 0

@@ -276,7 +276,9 @@ class Server:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
-            self.totals.busy_s += time.perf_counter() - woke
+            turn_s = time.perf_counter() - woke
+            self.totals.busy_s += turn_s
+            self.totals.longest_turn_s = max(self.totals.longest_turn_s, turn_s)
         for peer in list(self._peers.values()):
             self._shipping.send(peer, Goodbye(self._goodbye))
 
@@ -449,7 +451,7 @@ class Server:
             whole = len(positions) == sum(len(message.answers) for _, message in batch)
             counted = None if whole else {(good.devices[p], good.jobs[p], good.blocks[p]) for p in positions}
             for peer, message in batch:
-                self.records.answered(message.answers, peer.ids, received_ns, counted)
+                self.records.answered(message.answers, peer.ids, received_ns, counted, message.stamp_ns)
 
         self._handle(good, accept)
 

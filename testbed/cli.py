@@ -46,10 +46,14 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key, e.g. data.sequence=128.")
     ] = None,
     results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results folder is made.")] = Path("runs"),
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 3 if the run's times cannot be believed.")
+    ] = False,
 ) -> None:
     """Run a scenario: reference, fleet, training, results folder, verdict.
 
-    Exit code 0: done. 1: the run failed. 2: something in what you asked for is wrong. 130: you interrupted it.
+    Exit code 0: done. 1: the run failed. 2: something in what you asked for is wrong. 3: with --strict, the verdict is
+    DEGRADED. 130: you interrupted it.
     """
     from testbed.scenario import load_scenario, parse_assignments
 
@@ -83,6 +87,8 @@ def run(
     )
     if summary.verdict == "FAILED":
         raise typer.Exit(1)
+    if strict and summary.verdict != "VALID":
+        raise typer.Exit(3)
 
 
 @app.command()

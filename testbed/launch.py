@@ -135,6 +135,10 @@ class Pods:
 
     # ---- the end
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def memory_bytes(self) -> int:
         total = 0
         for process in self._processes:

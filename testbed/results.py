@@ -154,6 +154,13 @@ def write_blocks(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[s
     pyarrow.parquet.write_table(pyarrow.table(table), path)
 
 
+def write_ledger(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str]) -> None:
+    """One row a device: asked against achieved."""
+    table = {name: pyarrow.array(values) for name, values in columns.items()}
+    table["device_name"] = pyarrow.array([labels[device] for device in columns["device"].tolist()], pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+
+
 def write_steps(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["step"])
@@ -188,6 +195,7 @@ def print_summary(console: Console, s: Summary) -> None:
             f"p50 {1e3 * s.fidelity['late_p50_s']:.1f} ms, p99 {1e3 * s.fidelity['late_p99_s']:.1f} ms; "
             f"{s.fidelity['stretch']:.3f}x the modelled time",
         ),
+        *([] if s.clock["kind"] == "virtual" else [("host", _host(s.fidelity))]),
         ("device figures", ", ".join(f"{count:,} {basis}" for basis, count in s.basis.items()) + "; links modelled"),
     ]
     if s.clock["kind"] != "virtual":
@@ -229,6 +237,15 @@ def _clock(s: Summary) -> str:
         case "scaled":
             return f"scaled: all modelled time {s.clock['scale']:g} times slower, told in device time; {took}"
     return f"wall: modelled time is real time; {took}"
+
+
+def _host(f: dict[str, Any]) -> str:
+    host = f["host"]
+    text = f"CPU {100 * host['busy']:.0f}% busy ({100 * host['own']:.0f}% this run), {100 * host['stolen']:.0f}% stolen"
+    if f["pod_late_p99_s"] is not None:
+        late = f"p99 {1e3 * f['pod_late_p99_s']:.1f} ms in pods, {1e3 * f['server_late_p99_s']:.1f} ms to the server"
+        text += f"; {late}"
+    return f"{text}; server at work {100 * host['server_busy']:.0f}%, at most {1e3 * host['server_turn_s']:.0f} ms"
 
 
 def _difference(difference: float | None) -> str:

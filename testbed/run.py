@@ -23,6 +23,7 @@ from emulator.fleet import Fleet, draw_fleet, uniform_fleet
 from ps.models import model_config
 from ps.planner import Planner
 from ps.text import batches, read_text
+from ps.trainer import Step
 from testbed.display import Display
 from testbed.hosts import Accounts, Host, Place, in_virtual_time, on_processes, virtual_server
 from testbed.inject import Injector, churn_schedule, describe, plan_faults
@@ -34,6 +35,7 @@ from testbed.results import (
     new_folder,
     write_blocks,
     write_json,
+    write_ledger,
     write_steps,
     write_summary,
 )
@@ -88,7 +90,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         events.close()
 
     columns = host.server.records.columns()
-    verdict = fidelity.judge(columns["sent_s"], columns["due_s"], columns["received_s"])
+    verdict = _verdict(scenario, columns, trained)
     summary = _summary(place, host, columns, verdict, known, trained, injector)
     summary.memory_bytes = memory_bytes
     summary.total_s = time.monotonic() - begun
@@ -98,6 +100,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
             row["reference_loss"] = step.loss
     write_steps(folder / "steps.csv", trained.rows)
     write_blocks(folder / "blocks.parquet", columns, host.server.labels)
+    write_ledger(folder / "ledger.parquet", fidelity.device_ledger(columns, host.server.profiles), host.server.labels)
     write_summary(folder, summary)
     write_trace(folder)
     write_report(folder)
@@ -121,7 +124,7 @@ def _summary(
     moved = [float((a - b).abs().max()) for a, b in zip(trained.weights, known.weights, strict=True)] if known else []
     used, counts = np.unique(columns["device"], return_counts=True)
     real = np.unique(columns["device"][np.isnan(columns["due_s"])]).tolist()
-    seconds = np.array([s.seconds for s in steps[1:]] or [steps[0].seconds])
+    seconds = _settled(steps)
     audit = injector.audit()
     return Summary(
         name=scenario.name,
@@ -167,6 +170,25 @@ def _summary(
         audit=audit,
         audit_line=describe(audit),
     )
+
+
+def _verdict(scenario: Scenario, columns: dict[str, Any], trained: Trained) -> fidelity.Fidelity:
+    """A step that was disturbed on purpose cannot be compared with the one that was predicted."""
+    disturbed = bool(scenario.faults or scenario.churn)
+    comparable = trained.predicted_s is not None and not disturbed and scenario.clock.kind != "virtual"
+    return fidelity.judge(
+        columns["sent_s"],
+        columns["due_s"],
+        columns["received_s"],
+        columns["left_s"],
+        float(np.median(_settled(trained.steps))) / trained.predicted_s if comparable and trained.predicted_s else None,
+        trained.load,
+    )
+
+
+def _settled(steps: list[Step]) -> list[float]:
+    """Seconds of the steps without the first, if there are others."""
+    return [s.seconds for s in steps[1:] or steps]
 
 
 def _compare(summary: Summary) -> None:

@@ -7,6 +7,7 @@ products go through the same executor to the same fleet, everything else is free
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from emulator.fidelity import HostLoad
 from ps.capture import distribute
 from ps.executor import Executor
 from ps.models import build_model
@@ -26,6 +28,7 @@ from testbed import interrupts
 from testbed.display import Display
 from testbed.hosts import Host, Note
 from testbed.inject import Injector
+from testbed.load import Look, between, look
 from testbed.predict import predict_step
 from testbed.scenario import Scenario
 
@@ -47,6 +50,7 @@ class Trained:
     products: int  # a step
     flops: int  # of all steps, by the captured graph
     host_s: float  # real seconds of all steps
+    load: HostLoad
 
 
 @dataclass(slots=True)
@@ -109,6 +113,9 @@ class Task:
         self.note("predicted", step_s=seconds)
         return seconds
 
+    def _look(self) -> Look:
+        return look([os.getpid(), *self.host.pods.pids], self.host.server.totals, time.monotonic())
+
     def carry_out(
         self,
         executor: Executor,
@@ -127,11 +134,15 @@ class Task:
             ),
             self.host.injecting(self.injector) if self.scenario.faults or self.scenario.churn else nullcontext(),
         ):
+            before = self._look()
             steps = train()
+            load = between(before, self._look(), server.totals.longest_turn_s)
         host_s = time.monotonic() - self.begun
         products = executor.spent.products // len(steps)
         parameters = sum(weight.numel() for weight in weights)
-        return Trained(steps, weights, self.rows, predicted_s, parameters, products, flops_per_step * count, host_s)
+        return Trained(
+            steps, weights, self.rows, predicted_s, parameters, products, flops_per_step * count, host_s, load
+        )
 
 
 def _model(scenario: Scenario, config: Any) -> torch.nn.Module:

@@ -308,7 +308,7 @@ class VirtualServer:
             if self._liars and int(self._fleet_of[device]) in self._liars:
                 self._lies.setdefault(job, set()).add(block)
         self.totals.blocks += len(rows)
-        self.records.counted(np.array(rows, ANSWER), now_ns)
+        self.records.counted(np.array(rows, ANSWER), now_ns, now_ns)
 
     def _check(self, job: int) -> None:
         record = self._jobs[job].job
@@ -340,6 +340,10 @@ class VirtualPods:
 
     def memory_bytes(self) -> int:
         return 0
+
+    @property
+    def pids(self) -> list[int]:
+        return []
 
     def place(self, device: int) -> tuple[int, int]:
         return device % self._count, device // self._count
