@@ -1,7 +1,7 @@
 """Asked against achieved: may this run's times be believed? And if not, why not, and what would help?
 
-Every emulated block has a moment at which its answer had to be back at the server, one at which it left its pod, and one
-at which it was back. The stretch of blocks is how much longer they really took than the model asked for, on average,
+Every emulated block has a moment at which its answer had to be back at the server, one at which it left its pod, and
+one at which it was back. The stretch of blocks is how much longer they really took than the model asked for, on average,
 weighted by their time; the stretch of steps is how much longer a step took than the same step on the modelled fleet,
 which also holds what the host does between products. Both may be 5%.
 
@@ -111,10 +111,8 @@ def _causes(
     if host.stolen >= STOLEN:
         causes.append(f"steal: the hypervisor gave {100 * host.stolen:.0f}% of the processor to other machines")
     if host.busy + host.stolen >= SATURATED:
-        others = (
-            f"{100 * foreign:.0f}% by other programs" if foreign >= FOREIGN else f"{100 * host.own:.0f}% by this run"
-        )
-        causes.append(f"host CPU saturated: {100 * host.busy:.0f}% busy, {others}")
+        share, whose = (foreign, "other programs") if foreign >= FOREIGN else (host.own, "this run")
+        causes.append(f"host CPU saturated: {100 * host.busy:.0f}% busy, {100 * share:.0f}% by {whose}")
     elif foreign >= FOREIGN:
         causes.append(f"other programs took {100 * foreign:.0f}% of the host's CPU")
     if stretch > STRETCH_ALLOWED and pod_s is not None and server_s is not None:
@@ -139,15 +137,15 @@ def _reason(
 ) -> str:
     steps = "" if step_stretch is None else f", steps {100 * (step_stretch - 1):.0f}% longer than predicted"
     return (
-        f"the host was too slow: blocks took {100 * (stretch - 1):.0f}% longer than modelled (p99 {1000 * p99_s:.1f} ms "
-        f"late, {100 * concerned:.0f}% of the blocks more than 5%){steps}. Cause: {'; '.join(causes)}. Losses are exact "
-        f"all the same; for true times slow the clock down {scale:g} times, or use fewer devices, a smaller model or a "
-        "faster host"
+        f"the host was too slow: blocks took {100 * (stretch - 1):.0f}% longer than modelled (p99 "
+        f"{1000 * p99_s:.1f} ms late, {100 * concerned:.0f}% of the blocks more than 5%){steps}. Cause: "
+        f"{'; '.join(causes)}. Losses are exact all the same; for true times slow the clock down {scale:g} times, or "
+        "use fewer devices, a smaller model or a faster host"
     )
 
 
 def device_ledger(columns: Mapping[str, NDArray[Any]], profiles: NDArray[np.void]) -> dict[str, NDArray[Any]]:
-    """One row for each device that returned an emulated block: what was asked of it and its link, and what was achieved.
+    """One row for each device that returned an emulated block: what was asked of it and its link, what was achieved.
 
     What a run can see of a modelled device is the moment of its answers. So the achieved rates are those at which its
     blocks would have taken as long as they did, lateness spread evenly over their way; the achieved latency has it all.

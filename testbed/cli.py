@@ -46,9 +46,7 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key, e.g. data.sequence=128.")
     ] = None,
     results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results folder is made.")] = Path("runs"),
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit code 3 if the run's times cannot be believed.")
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 unless the verdict is VALID.")] = False,
 ) -> None:
     """Run a scenario: reference, fleet, training, results folder, verdict.
 
