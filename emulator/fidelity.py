@@ -1,7 +1,7 @@
 """Asked against achieved: may this run's times be believed? And if not, why not, and what would help?
 
 Every emulated block has a moment at which its answer had to be back at the server, one at which it left its pod, and
-one at which it was back. The stretch of blocks is how much longer they really took than the model asked for, on average,
+one at which it was back. The stretch of blocks is how much longer they took than the model asked for, on average,
 weighted by their time; the stretch of steps is how much longer a step took than the same step on the modelled fleet,
 which also holds what the host does between products. Both may be 5%.
 

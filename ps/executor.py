@@ -71,6 +71,10 @@ class Executor:
             self.engine.forget(list(self._kept.values()))
             self._kept.clear()
 
+    def forget_kept(self) -> None:
+        """A step was broken off: what was kept is of no use, and whoever kept it is gone."""
+        self._kept.clear()
+
     def rehearse(self, step: Callable[[], object]) -> int:
         """Run a step here, without the fleet, so that its graphs are captured before time counts; its FLOPs."""
         self._rehearsing = True

@@ -235,8 +235,13 @@ def _clock(s: Summary) -> str:
             what = "values computed" if s.clock["arithmetic"] else "shapes only"
             return f"virtual: the server's own work takes no time; {what}; {took}"
         case "scaled":
-            return f"scaled: all modelled time {s.clock['scale']:g} times slower, told in device time; {took}"
-    return f"wall: modelled time is real time; {took}"
+            slower = f"scaled: all modelled time {s.clock['scale']:g} times slower, told in device time"
+            return f"{slower}; {took}{_why(s)}"
+    return f"wall: modelled time is real time; {took}{_why(s)}"
+
+
+def _why(s: Summary) -> str:
+    return "" if s.clock.get("why", "as asked") == "as asked" else f"; chosen because {s.clock['why']}"
 
 
 def _host(f: dict[str, Any]) -> str:

@@ -19,14 +19,16 @@ import torch
 from agent.clock import ScaledClock
 from agent.errors import UserError
 from emulator import fidelity
-from emulator.fleet import Fleet, draw_fleet, uniform_fleet
 from ps.models import model_config
 from ps.planner import Planner
 from ps.text import batches, read_text
 from ps.trainer import Step
+from testbed.clocks import Chosen, choose
 from testbed.display import Display
+from testbed.fleets import make_fleet, pods_for
 from testbed.hosts import Accounts, Host, Place, in_virtual_time, on_processes, virtual_server
 from testbed.inject import Injector, churn_schedule, describe, plan_faults
+from testbed.probe import Probe
 from testbed.report import write_report, write_trace
 from testbed.results import (
     EventLog,
@@ -39,7 +41,7 @@ from testbed.results import (
     write_steps,
     write_summary,
 )
-from testbed.scenario import FleetSection, Scenario, dump_scenario
+from testbed.scenario import Scenario, dump_scenario
 from testbed.training import Reference, Task, Trained, distributed, reference, shapes_only
 
 LOSS_TOLERANCE = 1e-4
@@ -54,11 +56,14 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     asked = scenario.fleet
     fleet = make_fleet(asked, scenario.seed)
     cores = os.cpu_count() or 1
-    pod_count = min(len(fleet), cores if asked.pods == "auto" else asked.pods)
+    pod_count = pods_for(asked)
     faults = plan_faults(scenario.faults, fleet.network_names, pod_count, scenario.seed)
     churn = churn_schedule(scenario.churn, len(fleet), scenario.seed) if scenario.churn else None
     absent: list[int] = [] if churn is None else np.flatnonzero(~churn.present).tolist()
-    virtual = scenario.clock.kind == "virtual"
+    chosen = choose(scenario.clock, lambda scale: _probe(scenario, scale, display))
+    virtual, scale = chosen.kind == "virtual", chosen.scale
+    if scenario.clock.kind == "auto":
+        display.say(f"clock: {chosen.kind}, scale {scale:g}: {chosen.why}")
     torch.set_num_threads(cores if virtual else max(1, cores // 2))  # the other half belongs to the pods
 
     planner = Planner(scenario.planner.kind)
@@ -67,13 +72,13 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
     write_json(folder / "environment.json", environment())
     server = virtual_server(place) if virtual else None
-    scale = scenario.clock.scale
     events = EventLog(folder / "events.jsonl", server.clock if server else ScaledClock(scale))
     hosting = (
         in_virtual_time(place, server, display, events.write)
         if server
         else on_processes(place, scale, display, events.write)
     )
+    events.write("clock", **asdict(chosen))
     try:
         with hosting as host:
             how = scenario.churn.how if scenario.churn else ""
@@ -90,8 +95,8 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         events.close()
 
     columns = host.server.records.columns()
-    verdict = _verdict(scenario, columns, trained)
-    summary = _summary(place, host, columns, verdict, known, trained, injector)
+    verdict = _verdict(scenario, columns, trained, comparable=not virtual)
+    summary = _summary(place, host, columns, verdict, known, trained, injector, chosen)
     summary.memory_bytes = memory_bytes
     summary.total_s = time.monotonic() - begun
     if known is not None:
@@ -107,6 +112,11 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     return folder, summary
 
 
+def _probe(scenario: Scenario, scale: float, display: Display) -> fidelity.Fidelity:
+    display.say("clock: one step in real time, to see whether this host keeps up; about 20 s")
+    return Probe(scenario).measure(scenario.fleet.devices, scale)
+
+
 def _summary(
     place: Place,
     host: Host,
@@ -115,6 +125,7 @@ def _summary(
     known: Reference | None,
     trained: Trained,
     injector: Injector,
+    clock: Chosen,
 ) -> Summary:
     scenario, server, totals, steps = place.scenario, host.server, host.server.totals, trained.steps
     losses = [s.loss for s in steps] if known else []
@@ -131,7 +142,7 @@ def _summary(
         model=scenario.model.name or Path(scenario.model.config or "").stem,
         parameters=trained.parameters,
         seed=scenario.seed,
-        clock=scenario.clock.model_dump(),
+        clock=asdict(clock),
         devices=len(place.fleet),
         pods=place.pod_count,
         joined_s=host.joined_s,
@@ -172,16 +183,15 @@ def _summary(
     )
 
 
-def _verdict(scenario: Scenario, columns: dict[str, Any], trained: Trained) -> fidelity.Fidelity:
+def _verdict(scenario: Scenario, columns: dict[str, Any], trained: Trained, comparable: bool) -> fidelity.Fidelity:
     """A step that was disturbed on purpose cannot be compared with the one that was predicted."""
-    disturbed = bool(scenario.faults or scenario.churn)
-    comparable = trained.predicted_s is not None and not disturbed and scenario.clock.kind != "virtual"
+    predicted_s = trained.predicted_s if comparable and not (scenario.faults or scenario.churn) else None
     return fidelity.judge(
         columns["sent_s"],
         columns["due_s"],
         columns["received_s"],
         columns["left_s"],
-        float(np.median(_settled(trained.steps))) / trained.predicted_s if comparable and trained.predicted_s else None,
+        float(np.median(_settled(trained.steps))) / predicted_s if predicted_s else None,
         trained.load,
     )
 
@@ -221,15 +231,6 @@ def _recovery(server: Accounts) -> dict[str, float]:
         "p99_s": float(np.percentile(done_s, 99)),
         "planned_p50_s": float(np.percentile(planned_s, 50)),
     }
-
-
-def make_fleet(asked: FleetSection, seed: int) -> Fleet:
-    if asked.uniform is None:
-        return draw_fleet(asked.devices, asked.kinds, asked.networks, seed, asked.line_share)
-    count = asked.devices
-    names: list[str] = [asked.uniform] * count
-    profiles = uniform_fleet(asked.uniform, count, seed, asked.line_share)
-    return Fleet(profiles, names, names, {"published": count})
 
 
 def _check_sizes(config: Any, scenario: Scenario) -> None:

@@ -89,7 +89,7 @@ def test_a_missing_file_is_named() -> None:
         ("uk-ftth = 22", "uk-fth = 22", "uk-ftth", 'unknown network "uk-fth"; nearest: uk-ftth'),
         ('kind = "wall"', 'kind = "vrtual"', 'kind = "wall"', 'it must be "wall", "scaled", "virtual" or "auto"'),
         ('kind = "wall"', 'kind = "scaled"', "[clock]", "needs scale, for example scale = 4"),
-        ('kind = "wall"', 'kind = "scaled"\nscale = 0.5', 'kind = "wall"', "it must be greater than or equal to 1"),
+        ('kind = "wall"', "scale = 0.5", 'kind = "wall"', "it must be greater than or equal to 1"),
         ('kind = "wall"', 'kind = "wall"\nscale = 4', "[clock]", 'scale belongs to kind = "scaled"'),
         ('kind = "wall"', 'kind = "auto"\narithmetic = false', "[clock]", 'belongs to kind = "virtual"'),
         ("port = 0", "port = 65536", "port = ", "less than or equal to 65535"),
