@@ -26,7 +26,8 @@ from testbed.display import Display
 from testbed.inject import Injector, Targets, injecting
 from testbed.launch import Pods, device_labels
 from testbed.scenario import Scenario
-from testbed.virtual_server import VirtualPods, VirtualServer
+from testbed.virtual_pods import VirtualPods
+from testbed.virtual_server import VirtualServer
 
 JOIN_TIMEOUT_S = 120.0
 

@@ -17,7 +17,8 @@ from ps.jobs import Product
 from ps.operands import Operand
 from ps.planner import Planner
 from testbed.inject import Injection, Injector
-from testbed.virtual_server import NOTICED_AFTER_S, VirtualPods, VirtualServer
+from testbed.virtual_pods import VirtualPods
+from testbed.virtual_server import NOTICED_AFTER_S, VirtualServer
 
 COUNT = 12
 
