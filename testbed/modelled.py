@@ -45,19 +45,14 @@ def schedule(devices: Devices, rows: Integers, jobs: Mapping[int, Job], blocks: 
         down_bytes[at] = [job.down_bytes[block] for block in mine]
         chunk[at] = [job.chunk[block] for block in mine]
         inner[at] = job.shape.inner
-    cells = tiles[:, 1] * tiles[:, 3] * tiles[:, 5]
+    # what does not fit into a device comes in chunks along the inner dimension; only the last one sends something back
     count = -(-inner // chunk)
-    if (count == 1).all():
-        due_s, compute_s = devices.schedule(sent_s, rows, down_bytes, 2.0 * inner * cells, BYTES * cells)
-        return Scheduled(tiles, down_bytes, due_s, compute_s)
-    # what does not fit into a device comes in chunks, and only the last one sends something back
-    block = np.repeat(np.arange(len(rows)), count)
+    parts = np.repeat(np.arange(len(rows)), count)
     first = np.cumsum(count) - count
-    place = np.arange(len(block)) - first[block]
-    length = np.minimum(chunk[block], inner[block] - place * chunk[block])
-    last = place == count[block] - 1
-    part_bytes = (down_bytes[block] * length / inner[block]).astype(np.int64)
-    due_s, compute_s = devices.schedule(
-        sent_s, rows[block], part_bytes, 2.0 * length * cells[block], BYTES * cells[block] * last
-    )
+    place = np.arange(len(parts)) - first[parts]
+    length = np.minimum(chunk[parts], inner[parts] - place * chunk[parts])
+    last = place == count[parts] - 1
+    cells = (tiles[:, 1] * tiles[:, 3] * tiles[:, 5])[parts]
+    part_bytes = down_bytes[parts] * length // inner[parts]
+    due_s, compute_s = devices.schedule(sent_s, rows[parts], part_bytes, 2.0 * length * cells, BYTES * cells * last)
     return Scheduled(tiles, down_bytes, due_s[last], np.add.reduceat(compute_s, first))
