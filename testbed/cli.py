@@ -247,7 +247,7 @@ def doctor(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the scenario.")
     ] = None,
-    seconds: Annotated[float, typer.Option(metavar="S", help="About how long the probes may take.")] = 120.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="About how long the probes may take.")] = 180.0,
     format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
 ) -> None:
     """What this host can do, what is used instead of what it cannot, and how many devices are honest on it.

@@ -2,7 +2,8 @@
 
 Facts come from a few harmless commands; kernel features are tried in a network namespace that ends with the command.
 The largest honest number of devices is found by short probes in real time (`testbed.probe`): double or halve the
-scenario's number until the answer changes, then divide the interval. Everything that touches the host is passed in.
+scenario's number until the answer changes, then divide the interval; what is too many is so twice. Everything that
+touches the host is passed in.
 """
 
 from __future__ import annotations
@@ -126,6 +127,10 @@ def _docker(attempt: Try, has: Callable[[str], str | None]) -> Fact:
 # ---- the largest honest number of devices
 
 
+def _worst(result: Fidelity) -> float:
+    return max(result.stretch, result.step_stretch or 1.0)
+
+
 def largest_honest(
     asked: int,
     measure: Measure,
@@ -139,7 +144,9 @@ def largest_honest(
 
     def honest(devices: int) -> bool:
         result = measure(devices)
-        worst = max(result.stretch, result.step_stretch or 1.0)
+        if _worst(result) > STRETCH_ENOUGH:  # somebody else's moment on this host must not count against it
+            result = min(result, measure(devices), key=_worst)
+        worst = _worst(result)
         fine = worst <= STRETCH_ENOUGH
         used = clock() - begun
         probe = {"devices": devices, "honest": fine, "stretch": result.stretch, "step_stretch": result.step_stretch}

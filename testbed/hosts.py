@@ -87,10 +87,9 @@ Note = Callable[..., None]  # an event and its fields
 
 
 @contextmanager
-def on_processes(place: Place, scale: float, display: Display, note: Note) -> Iterator[Host]:
-    """The server in this process, pods beside it; `scale`: device time goes so many times slower than real time."""
-    asked, expected, clock = place.scenario, len(place.fleet) - len(place.absent), ScaledClock(scale)
-    server = Server(asked.server.host, asked.server.port, run=asked.name, planner=place.planner, clock=clock)
+def on_processes(place: Place, server: Server, clock: ScaledClock, display: Display, note: Note) -> Iterator[Host]:
+    """The server in this process, pods beside it, both on this clock."""
+    asked, expected = place.scenario, len(place.fleet) - len(place.absent)
 
     def notice(text: str) -> None:
         display.say(text)
@@ -101,7 +100,7 @@ def on_processes(place: Place, scale: float, display: Display, note: Note) -> It
     display.say(f"server at {server.address}; another device may join: python -m agent --ps {server.address}")
     note("server", address=server.address)
     begun = time.monotonic()
-    with Pods(place.fleet, place.pod_count, server.address, asked.links.kind, place.absent, scale) as pods:
+    with Pods(place.fleet, place.pod_count, server.address, asked.links.kind, place.absent, clock.scale) as pods:
         try:
             with display.phase(
                 f"{expected:,} devices join",
@@ -138,6 +137,12 @@ def in_virtual_time(place: Place, server: VirtualServer, display: Display, note:
     note("server", address="")
     note("joined", devices=server.devices)
     yield Host(server, VirtualPods(server, place.pod_count), server.clock, server.injecting, 0.0)
+
+
+def real_server(place: Place, clock: ScaledClock) -> Server:
+    """Listens from now on, or says why it cannot."""
+    asked = place.scenario
+    return Server(asked.server.host, asked.server.port, run=asked.name, planner=place.planner, clock=clock)
 
 
 def virtual_server(place: Place) -> VirtualServer:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from agent.clock import ScaledClock
 from agent.errors import Failure
 from emulator import fidelity
 from ps.capture import distribute
@@ -28,7 +29,7 @@ from ps.text import batches, read_text
 from ps.trainer import gradients
 from testbed.display import Display
 from testbed.fleets import make_fleet, pods_for
-from testbed.hosts import Place, on_processes
+from testbed.hosts import Place, on_processes, real_server
 from testbed.load import between, look
 from testbed.predict import ModelledFleet
 from testbed.scenario import Scenario
@@ -93,7 +94,9 @@ class Probe:
         )
         fleet, planner = make_fleet(asked.fleet, asked.seed), Planner(asked.planner.kind)
         place = Place(asked, fleet, pods_for(asked.fleet), [], planner)
-        with on_processes(place, scale, Display(Console(quiet=True)), lambda event, **fields: None) as host:
+        clock = ScaledClock(scale)
+        server, display = real_server(place, clock), Display(Console(quiet=True))
+        with on_processes(place, server, clock, display, lambda event, **fields: None) as host:
             # the server's numbers, not the fleet's: devices joined pod by pod, and plans are made for these
             modelled = ModelledFleet(host.server.profiles, planner, local=1.0 / scale)
             expected = Watched(modelled, modelled.seconds)

@@ -26,7 +26,7 @@ from ps.trainer import Step
 from testbed.clocks import Chosen, choose
 from testbed.display import Display
 from testbed.fleets import make_fleet, pods_for
-from testbed.hosts import Accounts, Host, Place, in_virtual_time, on_processes, virtual_server
+from testbed.hosts import Accounts, Host, Place, in_virtual_time, on_processes, real_server, virtual_server
 from testbed.inject import Injector, churn_schedule, describe, plan_faults
 from testbed.probe import Probe
 from testbed.report import write_report, write_trace
@@ -43,6 +43,7 @@ from testbed.results import (
 )
 from testbed.scenario import Scenario, dump_scenario
 from testbed.training import Reference, Task, Trained, distributed, reference, shapes_only
+from testbed.virtual_server import VirtualServer
 
 LOSS_TOLERANCE = 1e-4
 
@@ -68,16 +69,17 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
 
     planner = Planner(scenario.planner.kind)
     place = Place(scenario, fleet, pod_count, absent, planner)
+    clock = ScaledClock(scale)
+    server = virtual_server(place) if virtual else real_server(place, clock)  # before there is a folder: it may fail
     folder = new_folder(parent, scenario.name)
     (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
     write_json(folder / "environment.json", environment())
-    server = virtual_server(place) if virtual else None
-    events = EventLog(folder / "events.jsonl", server.clock if server else ScaledClock(scale))
-    hosting = (
-        in_virtual_time(place, server, display, events.write)
-        if server
-        else on_processes(place, scale, display, events.write)
-    )
+    if isinstance(server, VirtualServer):
+        events = EventLog(folder / "events.jsonl", server.clock)
+        hosting = in_virtual_time(place, server, display, events.write)
+    else:
+        events = EventLog(folder / "events.jsonl", clock)
+        hosting = on_processes(place, server, clock, display, events.write)
     events.write("clock", **asdict(chosen))
     try:
         with hosting as host:

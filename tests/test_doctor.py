@@ -111,7 +111,7 @@ def test_the_number_is_honest_and_twice_as_many_are_too_many(limit: int, asked: 
     assert found.devices <= limit < (found.too_many or 0)
     assert found.devices in measured
     assert 2 * found.devices > limit
-    assert len(measured) <= 40
+    assert len(measured) <= 60
 
 
 def test_a_host_that_is_too_slow_for_one_device_says_none() -> None:
@@ -126,8 +126,8 @@ def test_a_host_that_keeps_up_with_all_says_so() -> None:
 
 
 def test_it_stops_when_its_time_is_over_with_what_it_knows() -> None:
-    found, measured = search(10, 40_000, limit_s=3.0)
-    assert len(measured) == 3
+    found, measured = search(10, 40_000, limit_s=5.0)
+    assert len(measured) == 6  # what is too many is so twice
     assert (found.devices, found.too_many) == (0, 10_000)
 
 
