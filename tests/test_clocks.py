@@ -225,7 +225,7 @@ def test_shapes_only_says_that_there_is_no_loss(runs: Runs) -> None:
 
 # ---- the same every time
 
-FAULTY = {"clock__kind": "virtual", "training__steps": "2", "fleet__devices": "40"}
+FAULTY = {"clock__kind": "virtual", "training__steps": "2", "fleet__devices": "40", "fleet__line_share": "0.0005"}
 
 
 def test_a_seeded_virtual_run_twice_is_the_same_to_the_byte_and_another_seed_is_another(runs: Runs) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ from emulator.fleet import uniform_fleet
 from ps.jobs import Totals
 from testbed.display import Display
 from testbed.load import Look, between, look
-from testbed.results import Summary
+from testbed.probe import Probe
 from testbed.run import run
-from testbed.scenario import load_scenario
+from testbed.scenario import Scenario, load_scenario
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,7 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch._dynamo.reset()
 
 
-def small_run(folder: Path, **overrides: str) -> tuple[Path, Summary]:
+def small_scenario(folder: Path, **overrides: str) -> Scenario:
     values = {
         "model.config": str(folder / "config.json"),
         "data.batch": "4",
@@ -194,12 +195,13 @@ def small_run(folder: Path, **overrides: str) -> tuple[Path, Summary]:
         "training.steps": "1",
     }
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return run(load_scenario("quickstart", values), folder, Display(Console(quiet=True)))
+    return load_scenario("quickstart", values)
 
 
 def test_a_run_whose_devices_are_much_slower_than_the_host_is_valid(folder: Path) -> None:
     """A dozen devices on lines so slow that a product takes a fifth of a second: nothing that a host does matters."""
-    path, summary = small_run(folder, fleet__devices="12", fleet__line_share="0.0015")
+    scenario = small_scenario(folder, fleet__devices="12", fleet__line_share="0.0015")
+    path, summary = run(scenario, folder, Display(Console(quiet=True)))
     assert summary.verdict == VALID, summary.reasons
     assert summary.fidelity["scale_needed"] == 1.0
     ledger = pyarrow.parquet.read_table(path / "ledger.parquet").to_pydict()
@@ -207,27 +209,29 @@ def test_a_run_whose_devices_are_much_slower_than_the_host_is_valid(folder: Path
     assert len(set(ledger["device_name"])) == len(ledger["device"]) <= 12
 
 
-@pytest.fixture
-def _overloaded() -> Iterator[None]:
+@contextmanager
+def overloaded() -> Iterator[None]:
     """Two busy loops a core."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
-    yield
-    for loop in loops:
-        loop.kill()
-    for loop in loops:
-        loop.wait()
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
-@pytest.mark.usefixtures("_overloaded")
-def test_a_run_on_an_overloaded_host_is_degraded_says_why_and_is_valid_at_the_scale_it_suggests(folder: Path) -> None:
-    """A hundred devices on whole lines: a step of a tenth of a second, which no host keeps up with."""
-    fast = {"fleet__devices": "100", "fleet__line_share": "1.0"}
-    _, summary = small_run(folder, **fast)
-    assert summary.verdict == DEGRADED
-    assert any(cause.startswith("host CPU saturated") for cause in summary.fidelity["causes"]), summary.fidelity
-    assert 0 < summary.fidelity["late_share"] <= 1
-    assert "host CPU saturated" in summary.reasons[0]
-    scale = summary.fidelity["scale_needed"]
-    assert f"slow the clock down {scale:g} times" in summary.reasons[0]
-    _, again = small_run(folder, **fast, clock__kind="scaled", clock__scale=str(scale))
-    assert again.verdict == VALID, again.reasons
+def test_on_an_overloaded_host_the_verdict_is_degraded_names_the_cause_and_suggests_a_scale_that_helps(
+    folder: Path,
+) -> None:
+    """A hundred devices on whole lines: a step of a tenth of a second, which no such host keeps up with."""
+    probe = Probe(small_scenario(folder, fleet__line_share="1.0"))
+    with overloaded():
+        first = probe.measure(100)
+        again = probe.measure(100, first.scale_needed)
+    assert first.verdict == DEGRADED
+    assert any(cause.startswith("host CPU saturated") for cause in first.causes), first.causes
+    assert "host CPU saturated" in first.reason
+    assert f"slow the clock down {first.scale_needed:g} times" in first.reason
+    assert 0 < first.late_share <= 1
+    assert again.verdict == VALID, again.reason
