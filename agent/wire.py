@@ -133,6 +133,7 @@ class Work:
 class Result:
     answers: NDArray[np.void]
     data: Frame  # the DONE blocks' cells, float32, in the order of the answers
+    stamp_ns: int = 0  # a pod's clock when it sent this, for the verdict; 0 from a real device
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,8 @@ def encode(message: Message) -> list[Frame]:
             head = _HEADER.pack(MAGIC, VERSION, Kind.WORK, 0, len(message.blocks), message.stamp_ns)
             return [head, message.released, message.pieces, message.blocks, *message.data]
         case Result():
-            return [_head(Kind.RESULT, len(message.answers)), message.answers, message.data]
+            head = _HEADER.pack(MAGIC, VERSION, Kind.RESULT, 0, len(message.answers), message.stamp_ns)
+            return [head, message.answers, message.data]
         case Heartbeat():
             return [_head(Kind.HEARTBEAT, 0)]
         case Cancel():
@@ -231,7 +233,7 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
             cells = int(answers["cells"].sum(dtype=np.uint64))
             if len(body[1]) != 4 * cells:
                 raise WireError(f"{len(body[1])} bytes of results, {4 * cells} were announced")
-            return Result(answers, body[1])
+            return Result(answers, body[1], stamp_ns)
         case Kind.CANCEL:
             _expect(body, 1, "CANCEL")
             return Cancel(_table(body[0], REFERENCE, count, "blocks"))

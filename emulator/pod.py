@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -28,12 +29,12 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from agent.clock import Clock, ScaledClock
 from agent.connection import SILENT_AFTER, Connection
 from agent.kernels import Array, NumpyKernel
 from agent.operands import BlockRow, Operands
 from agent.profile import PROFILE
 from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Result, WireError, Work
-from emulator.clock import Clock, WallClock
 from emulator.device import Devices
 from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
 from emulator.link import Links, links_from_json
@@ -157,7 +158,7 @@ class Pod:
         """Until there is something to do; True if orders can be read."""
         wait_s = 0.5 if line is None else self._patience_s(line)
         if wait_s < 0.001:
-            self._clock.sleep(wait_s)  # a poll counts in milliseconds
+            time.sleep(wait_s)  # a poll counts in milliseconds
             wait_s = 0.0
             now_ns = self._clock.now_ns()
             if line is not None and now_ns < self._looked_ns + LOOK_NS:
@@ -171,7 +172,7 @@ class Pod:
             if line is not None:
                 self._poller.register(line.socket, zmq.POLLIN)
         if not any(watched):
-            self._clock.sleep(wait_s)
+            time.sleep(wait_s)
             return False
         return self._orders.descriptor in dict(self._poller.poll(int(wait_s * 1000)))
 
@@ -368,7 +369,7 @@ class Pod:
             if not due:
                 continue
             data = due[0][3].reshape(-1) if len(due) == 1 else np.concatenate([d[3].reshape(-1) for d in due])
-            line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data))
+            line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data, self._clock.now_ns()))
 
 
 def _patience_ns(line: Connection) -> int:
@@ -380,6 +381,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emulator.pod", description=__doc__)
     parser.add_argument("--ps", required=True, help="the server, tcp://HOST:PORT")
     parser.add_argument("--links", choices=("model", "off"), default="model", help="off: no modelled time at all")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
@@ -390,7 +394,8 @@ def main(arguments: list[str] | None = None) -> int:
     absent = fleet.get("absent", ())
     links = links_from_json(fleet, len(profiles))
     models = Models.from_json(fleet["models"]) if fleet.get("models") else None
-    pod = Pod(profiles, fleet["labels"], options.links == "model", WallClock(), orders, absent, tell, links, models)
+    clock = ScaledClock(options.scale)
+    pod = Pod(profiles, fleet["labels"], options.links == "model", clock, orders, absent, tell, links, models)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True

@@ -63,13 +63,17 @@ class Executor:
 
     def keep(self, weights: Iterable[torch.Tensor], uses: int) -> None:
         """These change only at `weights_changed`, and every product with them runs `uses` times before that."""
-        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._weights = {_storage(weight) for weight in weights}
         self._uses = uses
 
     def weights_changed(self) -> None:
         if self._kept:
             self.engine.forget(list(self._kept.values()))
             self._kept.clear()
+
+    def forget_kept(self) -> None:
+        """A step was broken off: what was kept is of no use, and whoever kept it is gone."""
+        self._kept.clear()
 
     def rehearse(self, step: Callable[[], object]) -> int:
         """Run a step here, without the fleet, so that its graphs are captured before time counts; its FLOPs."""
@@ -153,7 +157,7 @@ class Executor:
         rehearsal."""
         assert node.product is not None
         left, right = arguments[node.product[0]], arguments[node.product[1]]
-        if left.dtype != torch.float32 or left.device.type != "cpu":
+        if left.dtype != torch.float32 or left.device.type not in ("cpu", "meta"):
             raise TypeError(f"{node.fx_node.name}: products of {left.dtype} on {left.device} cannot be sent out")
         shape = (*left.shape[:-1], right.shape[-1])
         if 0 in shape or left.shape[-1] == 0:
@@ -161,7 +165,7 @@ class Executor:
         if self._rehearsing:
             self.spent.flops += 2 * math.prod(shape) * left.shape[-1]
             return None
-        out = torch.empty(shape)
+        out = torch.empty(shape, device=left.device)
         product = Product(
             left=self._operand(left),
             right=self._operand(right.transpose(-1, -2)),
@@ -177,9 +181,9 @@ class Executor:
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         """A weight is the same operand until it changes, so that devices may keep it."""
-        if self._uses == 1 or tensor.untyped_storage().data_ptr() not in self._weights:
+        if self._uses == 1 or (storage := _storage(tensor)) not in self._weights:
             return Operand(_as_batch(tensor))
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if key not in self._kept:
             self._kept[key] = Operand(_as_batch(tensor), self._uses)
         return self._kept[key]
@@ -191,9 +195,15 @@ class Executor:
         return finished
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    """The same for all views of a tensor."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata  # without values there is no address of any
+
+
 def _as_batch(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A view as [batch, outer, inner]."""
-    array = tensor.detach().numpy()
+    """A view as [batch, outer, inner]; of a tensor without values, an array that has the shape and takes no memory."""
+    array = np.broadcast_to(np.float32(0), tensor.shape) if tensor.is_meta else tensor.detach().numpy()
     return array if array.ndim == 3 else array[None]
 
 

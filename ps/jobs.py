@@ -64,7 +64,7 @@ class Live:
             raise WireError(f"an answer names block {block} of a job that has {len(self.tiles)}")
         return self.tiles[block]
 
-    def sent(self, blocks: NDArray[np.uint32], stamp_ns: int) -> None:
+    def sent(self, blocks: NDArray[np.uint32] | int, stamp_ns: int) -> None:
         if grown := len(self.job.tiles) - len(self.sent_ns):
             self.sent_ns = np.concatenate([self.sent_ns, np.zeros(grown, np.uint64)])
         self.sent_ns[blocks] = stamp_ns
@@ -82,4 +82,5 @@ class Totals:
     wrong_blocks: int = 0
     check_s: float = 0.0  # time of the server's thread that checking took
     busy_s: float = 0.0  # and all its time but waiting
+    longest_turn_s: float = 0.0  # of its loop: so long an answer may wait
     dropped_messages: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ps.capture import Program, distribute
+from ps.capture import Program, Runner, distribute
 from ps.models import build_model
 from ps.planner import Shape
 
@@ -25,6 +25,22 @@ def step_products(config: Any, batch: int, sequence: int) -> dict[Shape, int]:
     layers = config.num_hidden_layers
     counts = {shape: one[shape] + (layers - 1) * (two[shape] - one[shape]) for shape in two | one}
     return {shape: count for shape, count in counts.items() if count > 0}
+
+
+def recorded_step(
+    config: Any, batch: int, sequence: int, times: int
+) -> tuple[list[tuple[Program, list[Any]]], list[torch.Tensor]]:
+    """The graphs of `times` forward and backward passes one after the other, each with its inputs, and the weights:
+    tensors of the meta device, which have shapes and no values."""
+    graphs: list[tuple[Program, list[Any]]] = []
+
+    def run(program: Program, values: list[Any]) -> Sequence[Any]:
+        graphs.append((program, list(values)))
+        result: Sequence[Any] = program.module(*values)
+        return result
+
+    parameters = _pass(config, batch, sequence, times, run)
+    return graphs, parameters
 
 
 def _captured(config: Any, layers: int, batch: int, sequence: int) -> Counter[Shape]:
@@ -41,13 +57,21 @@ def _captured(config: Any, layers: int, batch: int, sequence: int) -> Counter[Sh
         result: Sequence[Any] = program.module(*values)
         return result
 
-    torch._dynamo.reset()  # the two depths must not share compiled code
-    with torch.device("meta"):
-        model = build_model(shallow)
-        model.eval()  # dropout has no products, and layerdrop would ask a tensor without values for one
-        tokens = torch.zeros((batch, sequence), dtype=torch.int64)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the loss has no derivative on this device, and needs none
-            distribute(model, run)(input_ids=tokens, labels=tokens).loss.backward()
-    torch._dynamo.reset()
+    _pass(shallow, batch, sequence, 1, run)
     return found
+
+
+def _pass(config: Any, batch: int, sequence: int, times: int, run: Runner) -> list[torch.Tensor]:
+    """Forward and backward through `run`, so many times; the weights."""
+    torch._dynamo.reset()  # two depths must not share compiled code
+    with torch.device("meta"):
+        model = build_model(config)
+        tokens = torch.zeros((batch, sequence), dtype=torch.int64)
+    model.train()  # as in training: what is asked for a value there (layerdrop) divides the graph here, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the loss has no derivative on this device, and needs none
+        forward = distribute(model, run)
+        for _ in range(times):
+            forward(input_ids=tokens, labels=tokens).loss.backward()
+    torch._dynamo.reset()
+    return list(model.parameters())

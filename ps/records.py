@@ -25,7 +25,8 @@ class Loss:
 
 class Records:
     def __init__(self) -> None:
-        self._answers: list[tuple[NDArray[np.void], int]] = []  # as they came, but for the device's id; received
+        # as they came, but for the device's id; received; left the device's process, 0 if it does not say so
+        self._answers: list[tuple[NDArray[np.void], int, int]] = []
         self.losses: dict[int, Loss] = {}
         self._resending: list[Loss] = []
         self._jobs: dict[int, tuple[str, int, int, Integers, NDArray[np.uint64]]] = {}
@@ -36,6 +37,7 @@ class Records:
         ids: list[int],
         received_ns: int,
         counted: set[tuple[int, int, int]] | None = None,
+        left_ns: int = 0,
     ) -> None:
         """The answers of one message from a connection with these devices; all of them count, or those whose (device,
         job, block) is in `counted`."""
@@ -48,7 +50,11 @@ class Records:
                 kept.append(key in counted)
                 counted.discard(key)  # the same answer twice counts once
             answers = answers[kept]
-        self._answers.append((answers, received_ns))
+        self.counted(answers, received_ns, left_ns)
+
+    def counted(self, answers: NDArray[np.void], received_ns: int, left_ns: int = 0) -> None:
+        """Answers that count, their devices given by id."""
+        self._answers.append((answers, received_ns, left_ns))
 
     def lost(self, loss: int, devices: list[int], blocks: int, detected_ns: int, planned_ns: int) -> None:
         self.losses[loss] = Loss(devices, blocks, detected_ns, planned_ns)
@@ -71,11 +77,12 @@ class Records:
         """One row a block, in the order of arrival; times in seconds since the first block was sent."""
         if not self._answers:
             return {}
-        answers = np.concatenate([a for a, _ in self._answers])
-        lengths = [len(a) for a, _ in self._answers]
-        received_ns = np.repeat(np.array([at for _, at in self._answers], np.uint64), lengths)
+        answers = np.concatenate([a for a, _, _ in self._answers])
+        lengths = [len(a) for a, _, _ in self._answers]
+        received_ns = np.repeat(np.array([at for _, at, _ in self._answers], np.uint64), lengths)
+        left_ns = np.repeat(np.array([at for _, _, at in self._answers], np.uint64), lengths)
         known = np.isin(answers["job"], np.fromiter(self._jobs, np.uint64, len(self._jobs)))
-        answers, received_ns = answers[known], received_ns[known]
+        answers, received_ns, left_ns = answers[known], received_ns[known], left_ns[known]
         jobs, position = np.unique(answers["job"], return_inverse=True)
         offset = np.cumsum([0] + [len(self._jobs[j][3]) for j in jobs.tolist()])
         row = offset[position] + answers["block"]
@@ -103,6 +110,7 @@ class Records:
             "inner": np.array([j[2] for j in of_job], np.int32)[position],
             "sent_s": seconds(sent_ns),
             "due_s": np.where(due_ns > 0, seconds(due_ns), np.nan),
+            "left_s": np.where(left_ns > 0, seconds(left_ns), np.nan),
             "received_s": seconds(received_ns),
             "compute_s": answers["compute_s"].astype(np.float64),
         }

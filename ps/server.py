@@ -23,6 +23,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from agent.clock import Clock, WallClock
 from agent.connection import SILENT_AFTER
 from agent.errors import Failure, UserError
 from agent.wire import (
@@ -100,13 +101,17 @@ class Server:
         heartbeat_s: float = HEARTBEAT_S,
         planner: Planner | None = None,
         verify: bool = True,
+        clock: Clock | None = None,
     ) -> None:
+        """`clock`: of blocks and their stamps. Heartbeats and silence are on the host's own clock whatever it is: a
+        connection lives or dies in the host's time, however slow the devices behind it are made."""
         self.totals = Totals()
         self.records = Records()
         self.labels: list[str] = []  # one a device, by id
         self.suspended: dict[int, str] = {}  # device -> why it gets no more work
         self.notice: Callable[[str], None] = log.warning
         self.error: BaseException | None = None
+        self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
         self._dispatcher = Dispatcher(planner or Planner(), verify)
         self._jobs: dict[int, Live] = {}
@@ -150,7 +155,7 @@ class Server:
                     else "The host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
                 )
             ) from None
-        self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals)
+        self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
@@ -219,6 +224,9 @@ class Server:
         with self._joined:
             return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
 
+    def _now_s(self) -> float:
+        return self._clock.now_ns() / 1e9
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is about to wake anyway; closed: it has ended
             self._wake_write.send(b"!")
@@ -245,11 +253,12 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        next_beat = next_look = time.monotonic()
+        next_beat, next_look = time.monotonic(), self._now_s()
         while not self._stopping:
             stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
-            next_s = min(next_beat, max(next_look, self._dispatcher.deadlines.next_s))
-            timeout_s = 0.001 if stuck else max(0.001, next_s - time.monotonic())
+            look_s = max(next_look, self._dispatcher.deadlines.next_s)
+            until_look_s = self._clock.wait_s(int(1e9 * look_s)) if look_s < float("inf") else look_s
+            timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
             ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
             woke = time.perf_counter()
             if self._wake_read.fileno() in ready:
@@ -261,13 +270,15 @@ class Server:
                 for peer in list(self._peers.values()):
                     if not self._shipping.drain(peer):
                         self._lose(peer, "its connection is gone")
-            if heard_all and time.monotonic() >= max(next_look, self._dispatcher.deadlines.next_s):
-                next_look = time.monotonic() + REACTION_S
+            if heard_all and (now_s := self._now_s()) >= max(next_look, self._dispatcher.deadlines.next_s):
+                next_look = now_s + REACTION_S
                 self._handle(TimePassed())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
-            self.totals.busy_s += time.perf_counter() - woke
+            turn_s = time.perf_counter() - woke
+            self.totals.busy_s += turn_s
+            self.totals.longest_turn_s = max(self.totals.longest_turn_s, turn_s)
         for peer in list(self._peers.values()):
             self._shipping.send(peer, Goodbye(self._goodbye))
 
@@ -296,7 +307,7 @@ class Server:
                 continue  # it will hear from us as soon as it reads
             message: Message = Heartbeat()
             if peer.owes_release:
-                message = Work(time.monotonic_ns(), peer.take_released(), np.empty(0, PIECE), np.empty(0, BLOCK), [])
+                message = Work(self._clock.now_ns(), peer.take_released(), np.empty(0, PIECE), np.empty(0, BLOCK), [])
             if not self._shipping.send(peer, message):
                 self._lose(peer, "its connection is gone")
 
@@ -376,8 +387,8 @@ class Server:
         numbered = dict(enumerate(products, self._next_job))
         self._next_job += len(products)
         submitted = JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
-        planned = self._dispatcher.prepare(submitted, time.monotonic())
-        instructions = self._dispatcher.handle(planned, time.monotonic())
+        planned = self._dispatcher.prepare(submitted, self._now_s())
+        instructions = self._dispatcher.handle(planned, self._now_s())
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
         self._carry_out(instructions)
@@ -404,7 +415,7 @@ class Server:
 
     def _answers(self, batch: list[tuple[Peer, Result]]) -> None:
         """All or nothing: whatever does not fit raises WireError before anything is changed."""
-        received_ns = time.monotonic_ns()
+        received_ns = self._clock.now_ns()
         good, bad = BlocksReturned([], [], []), BlocksFailed([], [], [])
         answered: list[tuple[Peer, int, int]] = []
         places: list[tuple[Live | None, NDArray[np.float32], list[int]]] = []
@@ -441,15 +452,15 @@ class Server:
             whole = len(positions) == sum(len(message.answers) for _, message in batch)
             counted = None if whole else {(good.devices[p], good.jobs[p], good.blocks[p]) for p in positions}
             for peer, message in batch:
-                self.records.answered(message.answers, peer.ids, received_ns, counted)
+                self.records.answered(message.answers, peer.ids, received_ns, counted, message.stamp_ns)
 
         self._handle(good, accept)
 
     # ---- instructions
 
     def _handle(self, event: Event, accept: Callable[[list[int]], None] | None = None) -> None:
-        begun_ns = time.monotonic_ns()
-        self._carry_out(self._dispatcher.handle(event, time.monotonic()), accept, begun_ns)
+        begun_ns = self._clock.now_ns()
+        self._carry_out(self._dispatcher.handle(event, begun_ns / 1e9), accept, begun_ns)
 
     def _carry_out(
         self,
@@ -459,7 +470,7 @@ class Server:
     ) -> None:
         """Do as the dispatcher says, in its order, and check what is to be checked when the devices have their work:
         a check may suspend some of them. `begun_ns`: when the dispatcher was told what has happened."""
-        planned_ns = time.monotonic_ns()
+        planned_ns = self._clock.now_ns()
         complete: list[int] = []
         for instruction in instructions:
             match instruction:
@@ -486,8 +497,8 @@ class Server:
                 case BlocksLost(loss=loss, devices=devices, blocks=blocks):
                     self.records.lost(loss, devices, blocks, begun_ns, planned_ns)
                 case BlocksRecovered(loss=loss):
-                    self.records.recovered(loss, time.monotonic_ns())
-        self.records.sent_again(time.monotonic_ns())
+                    self.records.recovered(loss, self._clock.now_ns())
+        self.records.sent_again(self._clock.now_ns())
         for job in complete:
             self._check(job)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import zmq
 
+from agent.clock import Clock
 from agent.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
 from ps.events import CancelBlocks, SendBlocks
 from ps.jobs import Live, Totals
@@ -27,8 +27,10 @@ class Shipping:
         peer_of: Sequence[Peer],
         jobs: Mapping[int, Live],
         totals: Totals,
+        clock: Clock,
     ) -> None:
         self._router, self._peers, self._peer_of, self._jobs, self._totals = router, peers, peer_of, jobs, totals
+        self._clock = clock
 
     def send_blocks(self, instruction: SendBlocks) -> list[Peer]:
         """Group by connection and job, pack, send. Peers that turned out to be gone."""
@@ -98,7 +100,7 @@ class Shipping:
             yield self._pack(peer, live, parcel)
 
     def _pack(self, peer: Peer, live: Live, parcel: Parcel) -> list[Frame]:
-        stamp_ns = time.monotonic_ns()
+        stamp_ns = self._clock.now_ns()
         first = parcel.blocks["chunk"] == 0
         live.sent(parcel.blocks["block"][first], stamp_ns)
         self._totals.sent_bytes += sum(d.nbytes for d in parcel.data)

@@ -26,6 +26,7 @@ def train(
     learning_rate: float,
     weight_decay: float,
     micro_batches: int = 1,
+    now_s: Callable[[], float] = time.perf_counter,
     before_step: Callable[[int], None] = lambda number: None,
     after_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Step]:
@@ -37,11 +38,11 @@ def train(
     steps = []
     for number, tokens in enumerate(batches, start=1):
         before_step(number)
-        begun = time.perf_counter()
+        begun_s = now_s()
         loss = gradients(forward, tokens, micro_batches)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(Step(number, loss, time.perf_counter() - begun))
+        steps.append(Step(number, loss, now_s() - begun_s))
         after_step(steps[-1])
     return steps
 

@@ -49,10 +49,12 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key, e.g. data.sequence=128.")
     ] = None,
     results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results folder is made.")] = Path("runs"),
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 unless the verdict is VALID.")] = False,
 ) -> None:
     """Run a scenario: reference, fleet, training, results folder, verdict.
 
-    Exit code 0: done. 1: the run failed. 2: something in what you asked for is wrong. 130: you interrupted it.
+    Exit code 0: done. 1: the run failed. 2: something in what you asked for is wrong. 3: with --strict, the verdict is
+    DEGRADED. 130: you interrupted it.
     """
     from testbed.scenario import load_scenario, parse_assignments
 
@@ -86,6 +88,8 @@ def run(
     )
     if summary.verdict == "FAILED":
         raise typer.Exit(1)
+    if strict and summary.verdict != "VALID":
+        raise typer.Exit(3)
 
 
 @app.command()
@@ -337,6 +341,68 @@ def twin(
         print(json.dumps(twins.as_json(names, real, emulated)))
     else:
         twins.print_rows(console, names, real, emulated)
+
+
+@app.command()
+def doctor(
+    scenario: Annotated[
+        str | None, typer.Argument(metavar="[SCENARIO]", help="Also find how many of its devices are honest here.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the scenario.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(metavar="S", help="About how long the probes may take.")] = 180.0,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
+) -> None:
+    """What this host can do, what is used instead of what it cannot, and how many devices are honest on it.
+
+    With a scenario, one step of it is taken in real time with more or fewer devices, beside the same step modelled. As
+    many are honest as leave times within 3.5% of the model, which leaves a margin to the 5% that a run may have.
+
+    \b
+      cleave doctor
+      cleave doctor quickstart
+      cleave doctor quickstart --format json | jq .honest.devices
+
+    Exit code 0: told. 2: something in what you asked for is wrong.
+    """
+    from testbed import doctor as examination
+
+    if format not in ("table", "json"):
+        raise UserError(f"--format is {format}; it must be table or json")
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--seconds is {seconds:g}; it must be more than 0")
+    loaded = None
+    if scenario is not None:
+        from testbed.scenario import load_scenario, parse_assignments
+
+        loaded = load_scenario(scenario, parse_assignments(set_ or []))
+        if loaded.links.kind == "off":
+            raise UserError("links.kind is off: no time is modelled, and any number of devices is honest")
+
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=130)
+    found, honest = examination.facts(), None
+    if loaded is not None:
+        from testbed.display import Display
+
+        display = Display(Console(highlight=False, stderr=format == "json"))
+        display.say(f"one step of {loaded.name} with more and fewer devices; at most about {seconds:.0f} s")
+
+        from testbed.probe import Probe
+
+        probe = Probe(loaded)
+        display.say("the step is captured")
+        honest = examination.largest_honest(loaded.fleet.devices, probe.measure, seconds, display.say)
+    if format == "json":
+        import json
+
+        print(json.dumps(examination.as_json(found, honest, scenario)))
+    else:
+        examination.print_doctor(console, found, honest, scenario)
 
 
 @trace_app.command()

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from agent.clock import Clock, WallClock
 from agent.errors import UserError
 from agent.units import parse_duration
 from emulator.churn import JOIN, LEAVE, Event, Schedule, audit, flash_sessions, poisson_churn, read_trace, seti_sessions
@@ -326,22 +327,26 @@ class Injector:
 
 
 @contextmanager
-def injecting(injector: Injector, clock_ns: Callable[[], int] = time.monotonic_ns) -> Iterator[None]:
+def injecting(injector: Injector, clock: Clock | None = None) -> Iterator[None]:
     """A thread that ticks until the block ends and then waits a little for the last reports. What goes wrong in it is
     raised at the end, and can be seen in `injector.error` before."""
+    time_ = clock or WallClock()
     stop = threading.Event()
-    begun_ns = clock_ns()
+    begun_ns = time_.now_ns()
     injector.begin(begun_ns)
 
     def now_s() -> float:
-        return (clock_ns() - begun_ns) / 1e9
+        return (time_.now_ns() - begun_ns) / 1e9
+
+    def wait_s() -> float:
+        return time_.wait_s(begun_ns + int(1e9 * injector.next_s)) if injector.next_s < float("inf") else TICK_S
 
     def work() -> None:
         try:
-            while not stop.wait(min(TICK_S, max(0.0, injector.next_s - now_s()))):
+            while not stop.wait(min(TICK_S, wait_s())):
                 injector.tick(now_s())
-            deadline_s = now_s() + DRAIN_S
-            while injector.waiting and now_s() < deadline_s:
+            deadline_s = time.monotonic() + DRAIN_S
+            while injector.waiting and time.monotonic() < deadline_s:
                 injector.collect(TICK_S)
         except BaseException as error:
             injector.error = error

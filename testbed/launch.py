@@ -54,8 +54,10 @@ def _places(fleet: Fleet, labels: Sequence[str]) -> list[int]:
 
 
 class Pods:
-    def __init__(self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = ()) -> None:
-        """`absent` devices of the fleet are not there at first."""
+    def __init__(
+        self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = (), scale: float = 1.0
+    ) -> None:
+        """`absent` devices of the fleet are not there at first; `scale`: of the clock, as the server has it."""
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.fleet = fleet
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -71,7 +73,7 @@ class Pods:
                 mine = slice(pod, None, count)  # dealt out, so that every pod has the same mix
                 devices = range(len(fleet))[mine]
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links],
+                    [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links, "--scale", str(scale)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -173,6 +175,10 @@ class Pods:
         return reports
 
     # ---- the end
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
     def memory_bytes(self) -> int:
         total = 0

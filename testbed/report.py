@@ -64,7 +64,7 @@ def read_run(folder: Path) -> Finished:
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         with (folder / "steps.csv").open(newline="", encoding="utf-8") as file:
-            steps = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+            steps = [{key: float(value or "nan") for key, value in row.items()} for row in csv.DictReader(file)]
         blocks, names = _read_blocks(folder / "blocks.parquet")
     except FileNotFoundError as error:
         raise ReportError(

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agent.clock import Clock, WallClock
 from agent.errors import UserError
 from agent.units import format_duration, format_size
 
@@ -38,14 +39,15 @@ class Summary:
     model: str
     parameters: int
     seed: int
+    clock: dict[str, Any]
     devices: int
     pods: int
     joined_s: float  # from the start of the first pod until all devices were there
     steps: int
-    losses: list[float]
+    losses: list[float]  # none where there are shapes only
     reference_losses: list[float]
-    loss_max_abs_diff: float
-    weights_max_abs_diff: float
+    loss_max_abs_diff: float | None  # None where there are shapes only
+    weights_max_abs_diff: float | None
     step_s: dict[str, float]  # achieved
     predicted_step_s: float | None  # by the model, before the run; None where nothing is modelled
     first_step_s: float
@@ -60,10 +62,11 @@ class Summary:
     lost_devices: int
     real_devices: dict[str, int]  # not emulated: name -> blocks returned
     basis: dict[str, int]  # where the figures of the emulated devices come from
-    memory_bytes: int
-    total_s: float
+    training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
     fidelity: dict[str, Any]
     verdict: str
+    memory_bytes: int = 0
+    total_s: float = 0.0  # real seconds of the whole run
     reasons: list[str] = field(default_factory=list)
     recovery: dict[str, float] = field(default_factory=dict)  # of devices that were lost with work in their hands
     verification: dict[str, float] = field(default_factory=dict)
@@ -112,14 +115,15 @@ def environment() -> dict[str, Any]:
 
 
 class EventLog:
-    """events.jsonl: one line an event, written as it happens."""
+    """events.jsonl: one line an event, written as it happens, stamped in device time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock | None = None) -> None:
         self._file = path.open("w", encoding="utf-8", buffering=1)
-        self._begun = time.monotonic()
+        self._clock = clock or WallClock()
+        self._begun_ns = self._clock.now_ns()
 
     def write(self, event: str, **fields: Any) -> None:
-        record = {"at_s": round(time.monotonic() - self._begun, 6), "event": event, **fields}
+        record = {"at_s": round((self._clock.now_ns() - self._begun_ns) / 1e9, 6), "event": event, **fields}
         self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
@@ -150,6 +154,13 @@ def write_blocks(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[s
     pyarrow.parquet.write_table(pyarrow.table(table), path)
 
 
+def write_ledger(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str]) -> None:
+    """One row a device: asked against achieved."""
+    table = {name: pyarrow.array(values) for name, values in columns.items()}
+    table["device_name"] = pyarrow.array([labels[device] for device in columns["device"].tolist()], pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+
+
 def write_steps(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["step"])
@@ -172,8 +183,9 @@ def print_summary(console: Console, s: Summary) -> None:
     rows = [
         ("verdict", f"[{colour}]{s.verdict}[/{colour}]"),
         *(("", reason) for reason in s.reasons),
-        ("loss against plain PyTorch", f"largest difference {s.loss_max_abs_diff:.1e} over {s.steps} steps"),
-        ("weights after the last step", f"largest difference {s.weights_max_abs_diff:.1e}"),
+        ("clock", _clock(s)),
+        ("loss against plain PyTorch", _difference(s.loss_max_abs_diff) + f" over {s.steps} steps"),
+        ("weights after the last step", _difference(s.weights_max_abs_diff)),
         ("FLOPs done by devices", f"{s.flops_done:,}, {'all' if same else 'NOT all'} of the step's products"),
         ("seconds a step", f"p50 {s.step_s['p50']:.2f}, p95 {s.step_s['p95']:.2f}{_against(s)}"),
         ("blocks", f"{s.blocks:,} on {s.devices_used:,} devices, {s.products_per_step} products a step"),
@@ -183,10 +195,12 @@ def print_summary(console: Console, s: Summary) -> None:
             f"p50 {1e3 * s.fidelity['late_p50_s']:.1f} ms, p99 {1e3 * s.fidelity['late_p99_s']:.1f} ms; "
             f"{s.fidelity['stretch']:.3f}x the modelled time",
         ),
+        *([] if s.clock["kind"] == "virtual" else [("host", _host(s.fidelity))]),
         ("device figures", ", ".join(f"{count:,} {basis}" for basis, count in s.basis.items()) + "; links modelled"),
-        ("joined", f"all in {format_duration(s.joined_s)}"),
-        ("memory", f"{format_size(s.memory_bytes)}, server and {s.pods} pods"),
     ]
+    if s.clock["kind"] != "virtual":
+        rows.append(("joined", f"all in {format_duration(s.joined_s)}"))
+        rows.append(("memory", f"{format_size(s.memory_bytes)}, server and {s.pods} pods"))
     if s.real_devices:
         rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items())))
     if s.lost_devices:
@@ -202,6 +216,8 @@ def print_summary(console: Console, s: Summary) -> None:
     for label, text in rows:
         table.add_row(label, text if label == "verdict" else escape(text))  # a device's name is a stranger's text
     console.print(table)
+    if not s.losses:
+        return
     curves = Table(title="loss", title_justify="left")
     for heading in ("step", "devices", "plain PyTorch", "difference"):
         curves.add_column(heading, justify="right")
@@ -210,6 +226,35 @@ def print_summary(console: Console, s: Summary) -> None:
         one, two = s.losses[i], s.reference_losses[i]
         curves.add_row(str(i + 1), f"{one:.6f}", f"{two:.6f}", f"{abs(one - two):.1e}")
     console.print(curves)
+
+
+def _clock(s: Summary) -> str:
+    took = f"{format_duration(s.training_host_s)} of this host for {s.steps} steps"
+    match s.clock["kind"]:
+        case "virtual":
+            what = "values computed" if s.clock["arithmetic"] else "shapes only"
+            return f"virtual: the server's own work takes no time; {what}; {took}"
+        case "scaled":
+            slower = f"scaled: all modelled time {s.clock['scale']:g} times slower, told in device time"
+            return f"{slower}; {took}{_why(s)}"
+    return f"wall: modelled time is real time; {took}{_why(s)}"
+
+
+def _why(s: Summary) -> str:
+    return "" if s.clock.get("why", "as asked") == "as asked" else f"; chosen because {s.clock['why']}"
+
+
+def _host(f: dict[str, Any]) -> str:
+    host = f["host"]
+    text = f"CPU {100 * host['busy']:.0f}% busy ({100 * host['own']:.0f}% this run), {100 * host['stolen']:.0f}% stolen"
+    if f["pod_late_p99_s"] is not None:
+        late = f"p99 {1e3 * f['pod_late_p99_s']:.1f} ms in pods, {1e3 * f['server_late_p99_s']:.1f} ms to the server"
+        text += f"; {late}"
+    return f"{text}; server at work {100 * host['server_busy']:.0f}%, at most {1e3 * host['server_turn_s']:.0f} ms"
+
+
+def _difference(difference: float | None) -> str:
+    return "none computed: shapes only" if difference is None else f"largest difference {difference:.1e}"
 
 
 def _recovery(r: dict[str, float]) -> str:

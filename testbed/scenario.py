@@ -174,7 +174,19 @@ class Links(_Section):
 
 
 class ClockSection(_Section):
-    kind: Literal["wall"] = "wall"
+    kind: Literal["wall", "scaled", "virtual", "auto"] = "wall"
+    scale: float = Field(default=1.0, ge=1, le=10_000, allow_inf_nan=False)  # of scaled
+    arithmetic: bool = True  # of virtual; false: shapes only, no values and no loss
+
+    @model_validator(mode="after")
+    def _what_belongs_to_which(self) -> ClockSection:
+        if self.kind == "scaled" and "scale" not in self.model_fields_set:
+            raise ValueError('kind = "scaled" needs scale, for example scale = 4')
+        if self.kind != "scaled" and self.scale != 1:
+            raise ValueError(f'scale belongs to kind = "scaled"; kind is "{self.kind}"')
+        if self.kind != "virtual" and not self.arithmetic:
+            raise ValueError(f'arithmetic = false belongs to kind = "virtual"; kind is "{self.kind}"')
+        return self
 
 
 class Server(_Section):
@@ -279,6 +291,12 @@ class Scenario(_Section):
                 f"training.micro_batches is {self.training.micro_batches}; it must divide data.batch, "
                 f"which is {self.data.batch}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _time_to_be_modelled(self) -> Scenario:
+        if self.links.kind == "off" and self.clock.kind != "wall":
+            raise ValueError(f'links.kind is "off": no time is modelled, and clock.kind = "{self.clock.kind}" has none')
         return self
 
     @model_validator(mode="after")

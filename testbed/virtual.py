@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from emulator.device import Devices
 from emulator.link import Links
-from ps.cost import BYTES
 from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -35,8 +34,8 @@ from ps.events import (
     SuspendDevice,
     TimePassed,
 )
-from ps.ledger import Job
 from ps.planner import Planner, Request, Shape
+from testbed.modelled import schedule
 
 Key = tuple[int, int, int]  # device, job, block
 ROUNDING_S = 1e-9  # of sums of modelled seconds, added and subtracted in another order
@@ -182,35 +181,13 @@ class VirtualFleet:
         return outcome
 
     def _sent(self, blocks: SendBlocks) -> list[Sent]:
-        jobs = [self._dispatcher.jobs[job] for job in blocks.jobs]
-        parts = [part for job, block in zip(jobs, blocks.blocks, strict=True) for part in block_parts(job, block)]
-        table = np.array(parts, np.int64).reshape(-1, 7)
-        down_bytes, up_bytes, count = table[:, :3].T
-        device = np.repeat(np.array(blocks.devices), count[count > 0])
-        due_s, _ = self._devices.schedule(self.now_s, device, down_bytes, table[:, 3:], up_bytes)
+        made = schedule(self._devices, np.array(blocks.devices), self._dispatcher.jobs, blocks, self.now_s)
         keys = zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True)
         return [
-            Sent(key, tuple(job.tiles[key[2]].tolist()), due)
-            for key, job, due in zip(keys, jobs, due_s[up_bytes > 0].tolist(), strict=True)
+            Sent(key, tuple(tile), due)
+            for key, tile, due in zip(keys, made.tiles.tolist(), made.due_s.tolist(), strict=True)
         ]
 
 
 def _columns(keys: Sequence[Key]) -> tuple[list[int], list[int], list[int]]:
     return [k[0] for k in keys], [k[1] for k in keys], [k[2] for k in keys]
-
-
-def block_parts(job: Job, block: int) -> list[tuple[int, int, int, int, int, int, int]]:
-    """Chunk by chunk: what the device downloads and uploads; with the first, how many chunks; and the chunk's shape."""
-    _, batches, _, rows, _, columns = job.tiles[block].tolist()
-    inner, chunk = job.shape.inner, job.chunk[block]
-    cells = batches * rows * columns
-    lengths = [min(chunk, inner - start) for start in range(0, inner, chunk)]
-    return [
-        (
-            int(job.down_bytes[block] * length / inner),
-            BYTES * cells * (i == len(lengths) - 1),
-            len(lengths) * (i == 0),
-            *(batches, rows, length, columns),
-        )
-        for i, length in enumerate(lengths)
-    ]

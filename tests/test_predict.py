@@ -27,9 +27,9 @@ from ps.models import build_model
 from ps.operands import Operand
 from ps.planner import Plan, Planner
 from ps.trainer import gradients
+from testbed.fleets import make_fleet
 from testbed.launch import links_of
 from testbed.predict import ModelledFleet, predict_step
-from testbed.run import make_fleet
 from testbed.scenario import load_scenario
 
 TOKENS = torch.randint(0, 29, (8, 7), generator=torch.Generator().manual_seed(0))

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
+from emulator.fidelity import judge
 from testbed import report
 from testbed.charts import element, histogram, line_chart, ticks
 from testbed.report import TRACE_DEVICES, TRACE_EVENTS, ReportError, write_report, write_trace
@@ -68,6 +69,7 @@ def make_run(
         model="opt-tiny",
         parameters=691_968,
         seed=1,
+        clock={"kind": "wall"},
         devices=len(labels),
         pods=2,
         joined_s=0.2,
@@ -92,6 +94,7 @@ def make_run(
         basis={"estimate": len(labels)},
         memory_bytes=600_000_000,
         total_s=9.5,
+        training_host_s=1.7,
         fidelity={"stretch": 1.01},
         verdict="VALID",
     )
@@ -363,7 +366,7 @@ def test_the_summary_says_how_the_step_compares_with_its_prediction(
 ) -> None:
     make_run(tmp_path, make_blocks(10, 2), names(2), predicted_step_s=predicted_s)
     values = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
-    values["fidelity"] = {"stretch": 1.01, "late_p50_s": 0.001, "late_p99_s": 0.002}
+    values["fidelity"] = asdict(judge(np.zeros(1), np.ones(1), np.full(1, 1.01)))
     console = Console(width=110)
     with console.capture() as captured:
         print_summary(console, Summary(**values))

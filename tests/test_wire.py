@@ -110,7 +110,8 @@ def results(draw: st.DrawFn) -> Result:
         answers["cells"][row] = draw(st.integers(0, 5)) if done else 0
         answers["compute_s"][row] = draw(st.floats(0, 1e6, width=32))
     size = 4 * int(answers["cells"].sum())
-    return Result(answers, draw(st.binary(min_size=size, max_size=size)))
+    stamp_ns = draw(st.integers(0, 2**64 - 1))
+    return Result(answers, draw(st.binary(min_size=size, max_size=size)), stamp_ns)
 
 
 messages: dict[str, st.SearchStrategy[Message]] = {

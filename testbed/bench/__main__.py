@@ -1,4 +1,5 @@
-"""`make bench`: the data plane, a training step, the emulator's density, a round over thousands of devices, planning.
+"""`make bench`: the data plane, a training step, the emulator's density, rounds over thousands of devices, planning,
+the three clocks.
 
 What is compared is measured in one run, pass by pass in turn, best of several: machines are noisy, ratios less so.
 Results go to runs/bench-*/bench.json and, as a table, to the screen.
@@ -41,8 +42,9 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
     parser.add_argument(
         "--only",
-        default="abcde",
-        help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (%(default)s)",
+        default="abcdev",
+        help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (minutes), "
+        "v virtual and other clocks (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
     options = parser.parse_args()
@@ -97,6 +99,11 @@ def main() -> int:
 
         display.say(f"(f) verification: {verification.BLOCKS:,} honest blocks of real training, then lies; minutes")
         rows += _verification(raw.setdefault("verification", verification.measure(say=display.say)))
+    if "v" in options.only:
+        from testbed.bench import clocks
+
+        display.say("(v) the quickstart on three clocks, with 1,000 and 100 devices; about 150 s")
+        rows += _clocks(raw.setdefault("clocks", clocks.measure()))
     if options.peers:
         peers = raw["peers"] = run_peers(progress=display.say)
         display.say("ours once more, beside the peers; about 15 s")
@@ -202,6 +209,21 @@ def _verification(result: dict[str, Any]) -> list[Row]:
                 difference <= 1e-4 and not lies["honest_accused"],
             )
         )
+    return rows
+
+
+def _clocks(result: dict[str, Any]) -> list[Row]:
+    rows = []
+    modelled = f"virtual {result['virtual']['step_s']:.3f} s"
+    for name in ("wall", "scaled"):
+        differs = result[f"{name}_differs"]
+        took = f"{result[name]['step_s']:.3f} s, {100 * differs:+.1f}%"
+        rows.append(Row(f"(v) step of the quickstart, {name}", took, modelled, None, "within 3%", abs(differs) <= 0.03))
+    for devices, goal, figures in ((100, 10, result["100 devices"]), (1000, 2, result)):
+        ratio = result[f"faster_{devices}"]
+        took = f"{figures['virtual']['host_s']:.3f} s a step, {figures['virtual']['blocks']:,} blocks"
+        wall = f"wall {figures['wall']['host_s']:.2f} s"
+        rows.append(Row(f"(v) shapes only, {devices:,} devices", took, wall, ratio, f"at least {goal}x", ratio >= goal))
     return rows
 
 

@@ -1,0 +1,155 @@
+"""Where a run takes place: a server with pods as processes, or both in virtual time. The rest of a run cannot tell.
+
+Each way gives a Host whose devices have joined, and ends whatever it has started, whatever happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.clock import Clock, ScaledClock
+from agent.errors import Failure
+from emulator.fleet import Fleet
+from ps.executor import Engine
+from ps.jobs import Totals
+from ps.planner import Planner
+from ps.records import Records
+from ps.server import Server
+from testbed.display import Display
+from testbed.inject import Injector, Targets, injecting
+from testbed.launch import Pods
+from testbed.scenario import Scenario
+from testbed.virtual_pods import VirtualPods
+from testbed.virtual_server import VirtualServer
+
+JOIN_TIMEOUT_S = 120.0
+
+
+class RunError(Failure):
+    """The run could not be completed; the text says why."""
+
+
+class Accounts(Engine, Protocol):
+    """What a run needs of a server: an engine that keeps books."""
+
+    totals: Totals
+    records: Records
+    labels: list[str]
+    suspended: dict[int, str]
+
+    @property
+    def devices(self) -> int: ...
+    @property
+    def profiles(self) -> NDArray[np.void]: ...
+    @property
+    def absent(self) -> list[int]: ...
+    @property
+    def late_blocks_helped(self) -> int: ...
+
+
+class Hosted(Targets, Protocol):
+    """What a run needs of its pods."""
+
+    @property
+    def pids(self) -> list[int]: ...
+    def give_up_killed(self) -> None: ...
+    def check(self) -> None: ...
+    def memory_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is to be hosted."""
+
+    scenario: Scenario
+    fleet: Fleet
+    pod_count: int
+    absent: list[int]  # devices that are not there at the beginning
+    planner: Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    server: Accounts
+    pods: Hosted
+    clock: Clock
+    injecting: Callable[[Injector], AbstractContextManager[None]]
+    fleet: Fleet
+    joined_s: float  # real seconds from the first pod's start until all were there
+
+
+Note = Callable[..., None]  # an event and its fields
+
+
+@contextmanager
+def on_processes(place: Place, server: Server, clock: ScaledClock, display: Display, note: Note) -> Iterator[Host]:
+    """The server in this process, pods beside it, both on this clock."""
+    asked, expected = place.scenario, len(place.fleet) - len(place.absent)
+
+    def notice(text: str) -> None:
+        display.say(text)
+        note("notice", text=text)
+
+    server.notice = notice
+    server.start()
+    display.say(f"server at {server.address}; another device may join: python -m agent --ps {server.address}")
+    note("server", address=server.address)
+    begun = time.monotonic()
+    with Pods(place.fleet, place.pod_count, server.address, asked.links.kind, place.absent, clock.scale) as pods:
+        try:
+            with display.phase(
+                f"{expected:,} devices join",
+                lambda: server.devices / expected,
+                lambda: f"{server.devices:,} of {expected:,}",
+            ):
+                _wait_for_devices(server, pods, expected)
+            joined_s = time.monotonic() - begun
+            display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
+            note("joined", devices=server.devices)
+            yield Host(server, pods, clock, lambda injector: injecting(injector, clock), place.fleet, joined_s)
+        finally:
+            server.stop()
+
+
+def _wait_for_devices(server: Server, pods: Pods, count: int) -> None:
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while not server.wait_for_devices(count, 0.25):
+        pods.check()
+        if time.monotonic() > deadline:
+            raise RunError(f"only {server.devices} of {count} devices joined within {JOIN_TIMEOUT_S:.0f} s")
+
+
+@contextmanager
+def in_virtual_time(place: Place, server: VirtualServer, display: Display, note: Note) -> Iterator[Host]:
+    """No sockets, no processes, no waiting."""
+
+    def notice(text: str) -> None:
+        display.say(text)
+        note("notice", text=text)
+
+    server.notice = notice
+    display.say(f"{server.devices:,} devices in virtual time: nobody waits, and the server's own work takes none")
+    note("server", address="")
+    note("joined", devices=server.devices)
+    yield Host(server, VirtualPods(server, place.pod_count), server.clock, server.injecting, place.fleet, 0.0)
+
+
+def real_server(place: Place, clock: ScaledClock) -> Server:
+    """Listens from now on, or says why it cannot."""
+    asked = place.scenario
+    return Server(asked.server.host, asked.server.port, run=asked.name, planner=place.planner, clock=clock)
+
+
+def virtual_server(place: Place) -> VirtualServer:
+    arithmetic = place.scenario.clock.arithmetic
+    fleet = place.fleet
+    return VirtualServer(
+        fleet.profiles, fleet.labels, place.planner, place.absent, arithmetic, links=fleet.links, models=fleet.models
+    )

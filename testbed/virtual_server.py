@@ -1,0 +1,344 @@
+"""A run in virtual time: what `ps.server` and the pods are to a run, without sockets, processes or waiting.
+
+The real dispatcher and planner decide; the emulated devices' own model says when answers come; the clock jumps from one
+event to the next. Every block goes through the dispatcher, and is recorded as on the other clocks.
+
+What is left out: the server's own work, which takes no time here (packing, sockets, planning, what PyTorch computes
+between products), so that a run depends on nothing but its scenario. A product's value is computed at once when it is
+submitted, or not at all (`arithmetic`). Verification finds every answer of a device that was told to lie.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.clock import VirtualClock
+from agent.connection import SILENT_AFTER
+from agent.errors import Failure
+from agent.wire import ANSWER, DONE
+from emulator.device import Devices
+from emulator.link import Links
+from emulator.performance import Models
+from ps.dispatcher import REACTION_S, Dispatcher
+from ps.events import (
+    AcceptBlocks,
+    BlocksLost,
+    BlocksRecovered,
+    BlocksReturned,
+    CheckJob,
+    DevicesJoined,
+    DevicesLeft,
+    Event,
+    JobChecked,
+    JobFinished,
+    JobsSubmitted,
+    JobWaits,
+    OperandsForgotten,
+    SendBlocks,
+    Submission,
+    SuspendDevice,
+    TimePassed,
+)
+from ps.jobs import Live, Product, Totals
+from ps.ledger import DONE as DONE_BLOCK
+from ps.operands import Operand
+from ps.planner import Planner
+from ps.records import Records
+from ps.server import HEARTBEAT_S
+from testbed.modelled import schedule
+
+if TYPE_CHECKING:
+    from testbed.inject import Injector
+
+TOGETHER_S = 0.0005  # answers this near to each other are one event, as they are in a pod
+NOTICED_AFTER_S = SILENT_AFTER * HEARTBEAT_S  # a device falls silent, and is taken for dead
+FOREVER = float("inf")
+
+Answer = tuple[float, int, int, int, int, int, float]  # due, sequence, device, job, block, cells, computing seconds
+
+
+class VirtualServer:
+    def __init__(
+        self,
+        profiles: NDArray[np.void],
+        labels: Sequence[str],
+        planner: Planner,
+        absent: Iterable[int] = (),
+        arithmetic: bool = True,
+        clock: VirtualClock | None = None,
+        links: Links | None = None,
+        models: Models | None = None,
+    ) -> None:
+        """`absent` devices of the fleet are not there at first. `links`, `models`: see emulator.device.Devices."""
+        self.clock = clock or VirtualClock()
+        self.totals, self.records = Totals(), Records()
+        self.labels: list[str] = []  # one a device, by id; who returns has a new id
+        self.suspended: dict[int, str] = {}
+        self.notice: Callable[[str], None] = lambda text: None
+        self._profiles, self._names = profiles, list(labels)
+        self._devices = Devices(profiles, links, models)
+        self._dispatcher = Dispatcher(planner, verify=True)
+        self._arithmetic = arithmetic
+        self._fleet_of = np.empty(0, np.int64)  # by id: which device of the fleet it is
+        self._id_of: dict[int, int] = {}  # of those who are there
+        self._answering: list[bool] = []  # by id
+        self._jobs: dict[int, Live] = {}
+        self._ids, self._sequence = itertools.count(), itertools.count()
+        self._answers: list[Answer] = []  # heap
+        self._silent: list[tuple[float, int]] = []  # heap: when it is noticed, id
+        self._thawing: list[tuple[float, int]] = []  # heap: when, device of the fleet
+        self._frozen_until_s = np.zeros(len(profiles))
+        self._liars: set[int] = set()  # devices of the fleet
+        self._lies: dict[int, set[int]] = {}  # job -> blocks that a liar has returned
+        self._looked_s = -FOREVER
+        self._injector: Injector | None = None
+        self._begun_s = 0.0
+        self._waits = ""  # why a job cannot go on
+        away = set(absent)
+        self.join([device for device in range(len(profiles)) if device not in away])
+
+    # ---- the fleet
+
+    @property
+    def devices(self) -> int:
+        """How many are there and take work."""
+        return sum(record.alive for record in self._dispatcher.devices)
+
+    @property
+    def present(self) -> list[int]:
+        return sorted(self._id_of)
+
+    @property
+    def profiles(self) -> NDArray[np.void]:
+        """Of every device that ever joined, by id."""
+        return self._dispatcher.profiles
+
+    @property
+    def absent(self) -> list[int]:
+        """Ids that are gone."""
+        return [number for number, record in enumerate(self._dispatcher.devices) if not record.alive]
+
+    @property
+    def late_blocks_helped(self) -> int:
+        return self._dispatcher.rescues.begun
+
+    def is_present(self, device: int) -> bool:
+        return device in self._id_of
+
+    def join(self, devices: Sequence[int]) -> None:
+        """These devices of the fleet, none of which is there."""
+        if not devices:
+            return
+        first = len(self._fleet_of)
+        self._devices.forget(list(devices))
+        self._frozen_until_s[list(devices)] = 0.0
+        self._fleet_of = np.concatenate([self._fleet_of, np.array(devices, np.int64)])
+        self._id_of |= dict(zip(devices, itertools.count(first), strict=False))
+        self._answering += [True] * len(devices)
+        self.labels += [self._names[device] for device in devices]
+        self._waits = ""
+        self._handle(DevicesJoined(first, self._profiles[list(devices)]))
+
+    def leave(self, devices: Sequence[int]) -> None:
+        self._handle(DevicesLeft(self._dismissed(devices)))
+
+    def vanish(self, devices: Sequence[int]) -> None:
+        """Silent from now on, and missed when a server with one connection a device would miss them."""
+        for number in self._dismissed(devices):
+            heapq.heappush(self._silent, (self.clock.now_s + NOTICED_AFTER_S, number))
+
+    def _dismissed(self, devices: Sequence[int]) -> list[int]:
+        gone = [self._id_of.pop(device) for device in devices]
+        for number in gone:
+            self._answering[number] = False
+        return gone
+
+    def lose(self, devices: Sequence[int], reason: str) -> None:
+        """Their connection is gone."""
+        self.totals.lost_devices += len(devices)
+        self.notice(f"lost {len(devices)} devices ({reason}): their blocks go to the others")
+        self.leave(devices)
+
+    def freeze(self, devices: Sequence[int], seconds: float) -> None:
+        """What they have in hand, too: nothing of it is due before they thaw. After a long sleep their connection is
+        gone, and they join anew."""
+        until_s = self.clock.now_s + seconds
+        if seconds > NOTICED_AFTER_S:
+            self.vanish(devices)
+            for device in devices:
+                heapq.heappush(self._thawing, (until_s, device))
+            return
+        self._frozen_until_s[list(devices)] = until_s
+        frozen = {self._id_of[device] for device in devices}
+        self._answers = [
+            (max(answer[0], until_s), *answer[1:]) if answer[2] in frozen else answer for answer in self._answers
+        ]
+        heapq.heapify(self._answers)
+
+    def slow(self, devices: Sequence[int], factor: float) -> None:
+        self._devices.slow(list(devices), factor)
+
+    def lie(self, devices: Sequence[int]) -> None:
+        self._liars.update(devices)
+
+    # ---- for the executor
+
+    def submit(self, *products: Product) -> None:
+        numbered = {next(self._ids): product for product in products}
+        if self._arithmetic:
+            for product in products:
+                np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
+        event = JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
+        instructions = self._dispatcher.handle(event, self.clock.now_s)
+        for job, product in numbered.items():
+            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
+        self._carry_out(instructions)
+
+    def forget(self, operands: Sequence[Operand]) -> None:
+        self._handle(OperandsForgotten([operand.id for operand in operands]))
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
+        """Let time pass until products have reported."""
+        while done.empty():
+            self._next_event()
+        return [done.get() for _ in range(done.qsize())]
+
+    # ---- time
+
+    @contextmanager
+    def injecting(self, injector: Injector) -> Iterator[None]:
+        """Faults and churn happen at their virtual moments, counted from now."""
+        self._begun_s = self.clock.now_s
+        injector.begin(self.clock.now_ns())
+        self._injector = injector
+        try:
+            yield
+        finally:
+            injector.tick(self.clock.now_s - self._begun_s)
+            self._injector = None
+
+    def _next_event(self) -> None:
+        """Whatever comes first happens."""
+        answer_s = self._answers[0][0] if self._answers else FOREVER
+        silent_s = self._silent[0][0] if self._silent else FOREVER
+        thaw_s = self._thawing[0][0] if self._thawing else FOREVER
+        inject_s = FOREVER if self._injector is None else self._begun_s + self._injector.next_s
+        look_s = max(self._looked_s + REACTION_S, self._dispatcher.deadlines.next_s)
+        now_s = min(answer_s, silent_s, thaw_s, inject_s, look_s)
+        if now_s == FOREVER:
+            raise Failure(f"the fleet cannot do this step: {self._waits or 'nothing more will happen'}")
+        self.clock.jump(now_s)
+        if inject_s <= now_s:
+            assert self._injector is not None
+            self._injector.tick(self._injector.next_s)
+        elif silent_s <= now_s:
+            self._handle(DevicesLeft([heapq.heappop(self._silent)[1]]))
+        elif thaw_s <= now_s:
+            device = heapq.heappop(self._thawing)[1]
+            if not self.is_present(device):
+                self.join([device])
+        elif answer_s <= now_s:
+            self._take_answers()
+        else:
+            self._looked_s = self.clock.now_s
+            self._handle(TimePassed())
+
+    def _take_answers(self) -> None:
+        """Those that come together, as one event; none counts before it has come."""
+        answers, until_s = self._answers, self._answers[0][0] + TOGETHER_S
+        batch = []
+        while answers and answers[0][0] <= until_s:
+            answer = heapq.heappop(answers)
+            if self._answering[answer[2]]:
+                batch.append(answer)
+        if not batch:
+            return
+        self.clock.jump(batch[-1][0])
+        _, _, devices, jobs, blocks, _, _ = zip(*batch, strict=True)
+        self._handle(BlocksReturned(list(devices), list(jobs), list(blocks)), batch)
+
+    # ---- instructions
+
+    def _handle(self, event: Event, answers: Sequence[Answer] = ()) -> None:
+        self._carry_out(self._dispatcher.handle(event, self.clock.now_s), answers)
+
+    def _carry_out(self, instructions: Sequence[Any], answers: Sequence[Answer] = ()) -> None:
+        now_ns = self.clock.now_ns()
+        for instruction in instructions:
+            match instruction:
+                case SendBlocks():
+                    self._send(instruction, now_ns)
+                case AcceptBlocks(positions=positions):
+                    self._accept([answers[position] for position in positions], now_ns)
+                case JobFinished(job=job):
+                    self._finish(job)
+                case CheckJob(job=job):
+                    self._check(job)
+                case JobWaits(reason=reason):
+                    if not self._waits:
+                        self.notice(f"waiting for a device that can go on: {reason}")
+                    self._waits = reason
+                case SuspendDevice(device=device, reason=reason):
+                    self.notice(f"suspended {self.labels[device]}: {reason}")
+                    self.suspended[device] = reason
+                case BlocksLost(loss=loss, devices=devices, blocks=blocks):
+                    self.records.lost(loss, devices, blocks, now_ns, now_ns)
+                case BlocksRecovered(loss=loss):
+                    self.records.recovered(loss, now_ns)
+        self.records.sent_again(now_ns)
+
+    def _send(self, blocks: SendBlocks, now_ns: int) -> None:
+        rows = self._fleet_of[blocks.devices]
+        made = schedule(self._devices, rows, self._dispatcher.jobs, blocks, self.clock.now_s)
+        due_s = np.maximum(made.due_s, self._frozen_until_s[rows]).tolist()
+        self.totals.operand_bytes += int(made.down_bytes.sum())
+        for job, block in zip(blocks.jobs, blocks.blocks, strict=True):
+            self._jobs[job].sent(block, now_ns)
+        entries = zip(
+            due_s,
+            self._sequence,
+            blocks.devices,
+            blocks.jobs,
+            blocks.blocks,
+            made.cells.tolist(),
+            made.compute_s.tolist(),
+            strict=False,  # the sequence goes on
+        )
+        for entry in entries:
+            heapq.heappush(self._answers, entry)
+
+    def _accept(self, answers: Sequence[Answer], now_ns: int) -> None:
+        rows = []
+        for due_s, _, device, job, block, cells, compute_s in answers:
+            self.totals.flops += 2 * cells * self._jobs[job].product.shape.inner
+            self.totals.result_bytes += 4 * cells
+            rows.append((device, job, block, DONE, cells, compute_s, round(due_s * 1e9)))
+            if self._liars and int(self._fleet_of[device]) in self._liars:
+                self._lies.setdefault(job, set()).add(block)
+        self.totals.blocks += len(rows)
+        self.records.counted(np.array(rows, ANSWER), now_ns, now_ns)
+
+    def _check(self, job: int) -> None:
+        record = self._jobs[job].job
+        wrong = sorted(block for block in self._lies.pop(job, ()) if record.state[block] == DONE_BLOCK)
+        self.totals.checked_blocks += record.state.count(DONE_BLOCK)
+        if wrong:  # they do not count
+            cells = int(np.prod(record.tiles[wrong][:, 1::2], axis=1).sum())
+            self.totals.wrong_blocks += len(wrong)
+            self.totals.blocks -= len(wrong)
+            self.totals.flops -= 2 * cells * self._jobs[job].product.shape.inner
+        self._handle(JobChecked(job, wrong))
+
+    def _finish(self, job: int) -> None:
+        live = self._jobs.pop(job)
+        product = live.product
+        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.sent_ns)
+        product.done()

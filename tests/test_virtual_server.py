@@ -1,0 +1,129 @@
+"""Promises of testbed.virtual_server: whatever happens to the fleet, every product ends, and every cell counts once."""
+
+from __future__ import annotations
+
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.errors import Failure
+from emulator.fleet import uniform_fleet
+from ps.jobs import Product
+from ps.operands import Operand
+from ps.planner import Planner
+from testbed.inject import Injection, Injector
+from testbed.virtual_pods import VirtualPods
+from testbed.virtual_server import NOTICED_AFTER_S, VirtualServer
+
+COUNT = 12
+
+
+def make(seed: int = 0, absent: tuple[int, ...] = ()) -> VirtualServer:
+    profiles = uniform_fleet("moderate", COUNT, seed, 1e-3)
+    return VirtualServer(profiles, [f"device {i}" for i in range(COUNT)], Planner(), absent)
+
+
+def multiply(server: VirtualServer, shapes: list[tuple[int, int, int]], seed: int = 0) -> int:
+    """The products one after another; how many FLOPs they have."""
+    rng, flops = np.random.default_rng(seed), 0
+    for rows, inner, columns in shapes:
+        done: SimpleQueue[int] = SimpleQueue()
+        left = rng.standard_normal((1, rows, inner), dtype=np.float32)
+        right = rng.standard_normal((1, columns, inner), dtype=np.float32)
+        out = np.full((1, rows, columns), np.nan, np.float32)
+        server.submit(Product(Operand(left), Operand(right), out, partial(done.put, 1)))
+        assert server.collect(done) == [1]
+        np.testing.assert_allclose(out, left @ right.transpose(0, 2, 1), rtol=1e-3, atol=1e-3)
+        flops += 2 * rows * inner * columns
+    return flops
+
+
+KINDS = ("leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill")
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> list[Injection]:
+    """Any number of them to anybody, but for the devices of pod 0, of which the last stays honest and present."""
+    listed = []
+    for at_s in sorted(draw(st.lists(st.floats(0, 30), max_size=8))):
+        do = draw(st.sampled_from(KINDS))
+        who = tuple(draw(st.lists(st.integers(0, COUNT - 2), min_size=1, max_size=6, unique=True)))
+        details: dict[str, Any] = {"freeze": {"seconds": 3.0}, "slow": {"factor": 5.0}}.get(do, {})
+        pods = (0,) if do in ("corrupt", "kill") else ()
+        listed.append(Injection(at_s, do, () if pods else who, pods, details))
+        if do == "kill":
+            break
+    return listed
+
+
+@settings(max_examples=25)
+@given(faults(), st.integers(0, 3))
+def test_whatever_happens_every_product_ends_and_counts_once(plan: list[Injection], seed: int) -> None:
+    server = make(seed)
+    injector = Injector(VirtualPods(server, 2), plan, note=lambda event, **fields: None)
+    with server.injecting(injector):
+        flops = multiply(server, [(60, 50, 70), (33, 100, 20), (80, 20, 90)], seed)
+    assert server.totals.flops == flops
+    assert server.totals.result_bytes >= 4 * (60 * 70 + 33 * 20 + 80 * 90)
+    columns = server.records.columns()
+    assert (columns["received_s"] >= columns["due_s"] - 1e-9).all()
+    assert injector.audit().get("faults", {}).get("worst_delay_s", 0.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_who_vanishes_is_missed_after_its_silence() -> None:
+    server = make()
+    server.slow(list(range(COUNT)), 1000.0)  # nothing returns before that
+    with server.injecting(Injector(VirtualPods(server, 2), [Injection(1.0, "vanish", (3,))])):
+        multiply(server, [(60, 50, 70)])
+    (loss,) = server.records.losses.values()
+    assert loss.devices == [3]
+    assert loss.detected_ns == pytest.approx(1e9 * (1.0 + NOTICED_AFTER_S))
+
+
+def test_who_freezes_answers_when_it_thaws() -> None:
+    server = make()
+    server.freeze(list(range(COUNT)), 3.0)
+    multiply(server, [(60, 50, 70)])
+    assert (server.records.columns()["received_s"] >= 3.0).all()
+
+
+def test_who_sleeps_for_long_is_lost_and_joins_anew_when_it_thaws() -> None:
+    server = make()
+    server.freeze(list(range(COUNT)), 500.0)
+    assert not server.present
+    multiply(server, [(60, 50, 70)])
+    assert server.clock.now_s > 500.0
+    assert len(server.present) == COUNT
+    assert len(server.absent) == COUNT, "under their old numbers"
+
+
+def test_who_lies_is_found_and_suspended() -> None:
+    server = make()
+    server.lie([2])
+    multiply(server, [(60, 50, 70)])
+    assert [server.labels[device] for device in server.suspended] == ["device 2"]
+    assert server.totals.wrong_blocks > 0
+
+
+def test_who_is_absent_gets_nothing_until_it_returns() -> None:
+    server = make(absent=(0, 1))
+    assert server.devices == COUNT - 2
+    multiply(server, [(60, 50, 70)])
+    before = {server.labels[device] for device in server.records.columns()["device"].tolist()}
+    assert not before & {"device 0", "device 1"}
+    server.join([0, 1])
+    assert server.devices == COUNT
+
+
+def test_a_fleet_that_is_gone_is_told() -> None:
+    server = make()
+    with (
+        pytest.raises(Failure, match="no device is there"),
+        server.injecting(Injector(VirtualPods(server, 1), [Injection(0.01, "leave", tuple(range(COUNT)))])),
+    ):
+        multiply(server, [(600, 500, 700)])
