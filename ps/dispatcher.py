@@ -545,10 +545,11 @@ class Dispatcher:
         if loss:
             self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
+        records, costs, sizes = self.devices, job.cost_s, job.size_bytes
         for block, device in enumerate(owners, first):
-            record = self.devices[device]
-            record.backlog_s += job.cost_s[block]
-            if not (record.urgent or record.background) and self._has_credit(record, job.size_bytes[block]):
+            record = records[device]
+            record.backlog_s += costs[block]
+            if not (record.urgent or record.background) and self._has_credit(record, sizes[block]):
                 self._launch(device, record, job_id, job, block, turn)
             else:
                 (record.urgent if job.urgent else record.background).append((job_id, block))

@@ -12,6 +12,7 @@ from agent.wire import WireError
 from ps.ledger import Job
 from ps.operands import Operand
 from ps.planner import Plan, Request, Shape
+from ps.verify import Expectation
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Live:
     product: Product
     job: Job  # the dispatcher's record of it
     sent_ns: NDArray[np.uint64]
+    expected: Expectation | None = None  # for the check, once it is known
     holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
     tiles: list[list[int]] = field(default_factory=list)  # the job's as plain numbers, which are faster one by one
 

@@ -16,6 +16,7 @@ tests/test_verify.py). A block that fails is computed again here, in float64, be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,32 @@ EPSILON = float(np.finfo(np.float32).eps)
 ROUNDING = 4.0
 
 
-def wrong_blocks(left: Array, right: Array, out: Array, tiles: Integers, seed: int | Sequence[int]) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What is known of a product before it is there: most of the check, done while the devices work."""
+
+    vector: Array
+    image: Array  # A (B s): [batch, rows]
+    allowed: NDArray[np.float64]  # of each row
+
+    @classmethod
+    def of(cls, left: Array, right: Array, seed: int | Sequence[int]) -> Expectation:
+        vector = random_vector(right.shape[1], seed)
+        with np.errstate(invalid="ignore", over="ignore"):
+            image: Array = np.matmul(left, np.matmul(vector, right)[..., None])[..., 0]
+            return cls(vector, image, tolerance(left, right))
+
+    def suspicious_rows(self, out: Array) -> Flags:
+        """[batch, rows]: where the check fails, or cannot be made because values are not finite."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            # within: a comparison with NaN is False
+            within: Flags = np.abs(np.matmul(out, self.vector) - self.image) <= self.allowed
+        return ~within
+
+
+def wrong_blocks(left: Array, right: Array, out: Array, tiles: Integers, expected: Expectation) -> list[int]:
     """Indices of the tiles whose cells are not those of left [b, m, n] times right [b, q, n] transposed."""
-    vector = random_vector(out.shape[2], seed)
-    bad = suspicious_rows(left, right, out, vector)
+    vector, bad = expected.vector, expected.suspicious_rows(out)
     if not bad.any():
         return []
     return [
@@ -53,15 +76,6 @@ def random_vector(count: int, seed: int | Sequence[int]) -> Array:
     return vector + np.copysign(np.float32(0.5), vector)
 
 
-def suspicious_rows(left: Array, right: Array, out: Array, vector: Array) -> Flags:
-    """[batch, rows]: where the check fails, or cannot be made because values are not finite."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.matmul(out, vector) - np.matmul(left, np.matmul(vector, right)[..., None])[..., 0]
-        # within: a comparison with NaN is False
-        within: Flags = np.abs(difference) <= tolerance(left, right)
-    return ~within
-
-
 def tolerance(left: Array, right: Array) -> NDArray[np.float64]:
     """Of each row."""
     row = np.sqrt(np.einsum("bmn,bmn->bm", left, left, dtype=np.float32))
@@ -72,7 +86,10 @@ def tolerance(left: Array, right: Array) -> NDArray[np.float64]:
 
 def block_is_wrong(left: Array, right: Array, out: Array, vector: Array) -> bool:
     """Checked on its own, and if it fails computed again."""
-    if not suspicious_rows(left, right, out, vector).any():
+    with np.errstate(invalid="ignore", over="ignore"):
+        image: Array = np.matmul(left, np.matmul(vector, right)[..., None])[..., 0]
+        alone = Expectation(vector, image, tolerance(left, right))
+    if not alone.suspicious_rows(out).any():
         return False
     one, two = left.astype(np.float64), right.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -133,7 +133,8 @@ def test_distributed_training_in_parts_with_kept_weights_is_plain_training(famil
     forward = distribute(model, executor.run)
     steps = train(model, forward, BATCHES, micro_batches=4, before_step=before_step, after_step=after_step, **SETTINGS)
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], abs=1e-5)
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if not name.endswith("k_proj.bias"):  # softmax does not feel it: its gradient is rounding, which Adam magnifies
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=name)
     assert kept[0] == kept[1] == kept[2] > 0
     assert fleet.reused == 3 * 3 * kept[0]  # in each step a weight is sent with the first part, and used by all four

@@ -23,7 +23,7 @@ from ps.models import build_model, model_config
 from ps.operands import Operand
 from ps.text import batches, read_text
 from ps.trainer import train
-from ps.verify import ROUNDING, random_vector, suspicious_rows, tolerance, wrong_blocks
+from ps.verify import ROUNDING, Expectation, random_vector, tolerance, wrong_blocks
 from testbed.bench.verification import MOST_BLOCKS, Enough, Here, Honest, Lying, random_tiles
 
 Array = NDArray[np.float32]
@@ -60,7 +60,7 @@ def test_real_activations_and_gradients_are_well_within_the_tolerance(model_name
         allowed = tolerance(left, right)
         assert not residual[allowed == 0].any()
         worst.append(float((residual[allowed > 0] / allowed[allowed > 0]).max(initial=0.0)))
-        assert wrong_blocks(left, right, out, quarters(product), seed=len(worst)) == []
+        assert wrong_blocks(left, right, out, quarters(product), Expectation.of(left, right, len(worst))) == []
 
     watch(model_name, 2, look)
     assert len(worst) > 90
@@ -102,7 +102,7 @@ def test_a_wrong_block_of_a_real_product_is_found_and_no_other(how: str) -> None
         if how == "zeros" and not np.abs(good).max() > 1e-6:
             return  # it is zero
         out[b : b + bs, r : r + rs, c : c + cs] = spoilt(good, how)
-        assert wrong_blocks(left, right, out, tiles, seed=seen) == [bad], product.name
+        assert wrong_blocks(left, right, out, tiles, Expectation.of(left, right, seen)) == [bad], product.name
         out[b : b + bs, r : r + rs, c : c + cs] = good
         seen += 1
 
@@ -121,7 +121,7 @@ def test_right_products_of_any_size_pass(b: int, m: int, n: int, q: int, seed: i
     left = (rng.standard_normal((b, m, n)) * scale).astype(np.float32)
     right = rng.standard_normal((b, n, q), dtype=np.float32).transpose(0, 2, 1)
     out = left @ right.transpose(0, 2, 1)
-    assert not suspicious_rows(left, right, out, random_vector(q, seed)).any()
+    assert not Expectation.of(left, right, seed).suspicious_rows(out).any()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 50))
@@ -140,7 +140,7 @@ def test_a_wrong_column_is_found_whatever_the_seed() -> None:
     out[0, :16, 17] = 0
     tiles = np.array([(0, 1, r, 15, c, 1) for r in (0, 15) for c in range(20)])
     for seed in range(200):
-        assert wrong_blocks(left, right, out, tiles, (1, seed)) == [17, 37]
+        assert wrong_blocks(left, right, out, tiles, Expectation.of(left, right, (1, seed))) == [17, 37]
 
 
 def test_signs_and_magnitudes_of_the_vector_are_not_always_the_same() -> None:
@@ -157,9 +157,9 @@ def test_infinity_that_the_true_product_has_is_right_and_another_one_is_wrong() 
     with np.errstate(invalid="ignore"):
         out = left @ right.transpose(0, 2, 1)
     tiles = np.array([(0, 1, i, 2, 0, 4) for i in (0, 2)])
-    assert wrong_blocks(left, right, out, tiles, seed=0) == []
+    assert wrong_blocks(left, right, out, tiles, Expectation.of(left, right, 0)) == []
     out[0, 3, 0] = np.inf
-    assert wrong_blocks(left, right, out, tiles, seed=0) == [1]
+    assert wrong_blocks(left, right, out, tiles, Expectation.of(left, right, 0)) == [1]
 
 
 def test_an_operand_knows_nothing_of_its_check() -> None:
@@ -167,7 +167,8 @@ def test_an_operand_knows_nothing_of_its_check() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((6, 9), dtype=np.float32), rng.standard_normal((9, 5), dtype=np.float32)
     left, right = Operand(a[None]), Operand(b.T[None])
-    assert wrong_blocks(left.array, right.array, (a @ b)[None], np.array([(0, 1, 0, 6, 0, 5)]), seed=3) == []
+    expected = Expectation.of(left.array, right.array, 3)
+    assert wrong_blocks(left.array, right.array, (a @ b)[None], np.array([(0, 1, 0, 6, 0, 5)]), expected) == []
 
 
 # ---- the benchmark that checks a million blocks

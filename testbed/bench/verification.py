@@ -29,7 +29,7 @@ from ps.models import build_model, model_config
 from ps.operands import Operand
 from ps.text import batches, read_text
 from ps.trainer import train
-from ps.verify import random_vector, suspicious_rows, tolerance, wrong_blocks
+from ps.verify import Expectation, wrong_blocks
 
 BLOCKS = 1_000_000
 MODELS = ("opt-tiny", "llama-tiny", "opt-125m")  # of the last one two layers, and bytes as its vocabulary
@@ -82,12 +82,10 @@ class Honest:
         tiles = random_tiles(product.out.shape, self.rng)
         for tile in tiles.tolist():
             self._block(left, right, product.out, tile)
-        seed = self.products
-        self.accused += len(wrong_blocks(left, right, product.out, tiles, seed))
-        vector = random_vector(product.out.shape[2], seed)
-        self.suspected_rows += int(suspicious_rows(left, right, product.out, vector).sum())
-        difference = np.abs(product.out @ vector - (left @ (vector @ right)[..., None])[..., 0])
-        allowed = tolerance(left, right)
+        expected = Expectation.of(left, right, self.products)
+        self.accused += len(wrong_blocks(left, right, product.out, tiles, expected))
+        self.suspected_rows += int(expected.suspicious_rows(product.out).sum())
+        difference, allowed = np.abs(product.out @ expected.vector - expected.image), expected.allowed
         self.margin = max(self.margin, float((difference[allowed > 0] / allowed[allowed > 0]).max(initial=0.0)))
         self.blocks += len(tiles)
         self.products += 1
@@ -135,7 +133,7 @@ class Lying:
         if self.small:
             cells[:] = truth + (cells - truth) * np.float32(SMALLEST ** self.rng.random())
         self.told[LIES[kind]] += 1
-        found = wrong_blocks(left, right, out, tiles, (1, self.told.total()))
+        found = wrong_blocks(left, right, out, tiles, Expectation.of(left, right, (1, self.told.total())))
         self.accused += len(set(found) - {chosen})
         if chosen in found:
             self.caught[LIES[kind]] += 1
