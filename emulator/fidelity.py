@@ -67,8 +67,10 @@ def judge(
     left_s: Numbers | None = None,
     step_stretch: float | None = None,
     host: HostLoad | None = None,
+    local_share: float = 0.0,
 ) -> Fidelity:
-    """`due_s` is NaN where a real device answered: nothing is modelled there. `left_s`: when it left its pod."""
+    """`due_s` is NaN where a real device answered: nothing is modelled there. `left_s`: when it left its pod.
+    `local_share`: of the predicted step, what the server computes itself, which a slower clock shortens too."""
     host = host or HostLoad()
     modelled = ~np.isnan(due_s) & (due_s > sent_s)
     if not modelled.any():
@@ -83,7 +85,8 @@ def judge(
     worst = max(stretch, step_stretch or 1.0)
     valid = worst <= STRETCH_ALLOWED
     causes = [] if valid else _causes(stretch, step_stretch, pod_s, server_s, host)
-    scale = 1.0 if valid else max(2.0, float(math.ceil((worst - 1) / (STRETCH_AIMED_AT - 1))))
+    excess = max(stretch - 1, ((step_stretch or 1.0) - 1) / max(1 - local_share, 0.01))
+    scale = 1.0 if valid else max(2.0, float(math.ceil(excess / (STRETCH_AIMED_AT - 1))))
     concerned = float(np.mean(late_s > (STRETCH_ALLOWED - 1) * asked_s))
     return Fidelity(
         VALID if valid else DEGRADED,
