@@ -357,7 +357,7 @@ def doctor(
     """What this host can do, what is used instead of what it cannot, and how many devices are honest on it.
 
     With a scenario, one step of it is taken in real time with more or fewer devices, beside the same step modelled. As
-    many are honest as leave times within 3.5% of the model, which leaves a margin to the 5% that a run may have.
+    many are honest as leave times within 4.25% of the model, which leaves a margin to the 5% that a run may have.
 
     \b
       cleave doctor

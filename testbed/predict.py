@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
@@ -23,6 +24,16 @@ from ps.planner import Planner
 from testbed.virtual_server import VirtualServer
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    seconds: float
+    local_s: float  # of these, what the server computes itself
+
+    @property
+    def local_share(self) -> float:
+        return self.local_s / max(self.seconds, 1e-9)
+
+
 def predict_step(
     executor: Executor,
     step: Callable[[], object],
@@ -33,7 +44,7 @@ def predict_step(
     models: Models | None = None,
     local: float = 1.0,
     arithmetic: bool = True,
-) -> float:
+) -> Prediction:
     """Modelled seconds of `step`, whose products go through `executor`; without the `absent` ones of the devices.
     `models`: of devices that were measured; `local`: device time that a second of the executor's own work takes."""
     fleet = ModelledFleet(profiles, planner, absent, links, models, local, arithmetic)
@@ -41,7 +52,7 @@ def predict_step(
     try:
         step()
         executor.weights_changed()
-        return fleet.seconds()
+        return Prediction(fleet.seconds(), fleet.local_s)
     finally:
         executor.engine, executor.spent = real, Spent()
 
@@ -61,7 +72,7 @@ class ModelledFleet:
     ) -> None:
         labels = [""] * len(profiles)
         self._server = VirtualServer(profiles, labels, planner, absent, arithmetic, links=links, models=models)
-        self._local = local
+        self._local, self.local_s = local, 0.0
         self._left = time.perf_counter()  # when the executor went on with its own work
 
     def seconds(self) -> float:
@@ -86,5 +97,6 @@ class ModelledFleet:
         return finished
 
     def _enter(self) -> None:
-        spent_s = time.perf_counter() - self._left
-        self._server.clock.jump(self._server.clock.now_s + self._local * spent_s)
+        spent_s = self._local * (time.perf_counter() - self._left)
+        self.local_s += spent_s
+        self._server.clock.jump(self._server.clock.now_s + spent_s)

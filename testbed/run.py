@@ -154,7 +154,7 @@ def _summary(
         loss_max_abs_diff=float("inf") if difference is not None and not np.isfinite(difference) else difference,
         weights_max_abs_diff=float(np.max(moved)) if moved else None,
         step_s={f"p{p}": float(np.percentile(seconds, p)) for p in (50, 95)},
-        predicted_step_s=trained.predicted_s,
+        predicted_step_s=trained.predicted.seconds if trained.predicted else None,
         first_step_s=steps[0].seconds,
         products_per_step=trained.products,
         flops_done=totals.flops,
@@ -187,14 +187,15 @@ def _summary(
 
 def _verdict(scenario: Scenario, columns: dict[str, Any], trained: Trained, comparable: bool) -> fidelity.Fidelity:
     """A step that was disturbed on purpose cannot be compared with the one that was predicted."""
-    predicted_s = trained.predicted_s if comparable and not (scenario.faults or scenario.churn) else None
+    predicted = trained.predicted if comparable and not (scenario.faults or scenario.churn) else None
     return fidelity.judge(
         columns["sent_s"],
         columns["due_s"],
         columns["received_s"],
         columns["left_s"],
-        float(np.median(_settled(trained.steps))) / predicted_s if predicted_s else None,
+        float(np.median(_settled(trained.steps))) / predicted.seconds if predicted else None,
         trained.load,
+        predicted.local_share if predicted else 0.0,
     )
 
 

@@ -30,7 +30,7 @@ from testbed.hosts import Host, Note
 from testbed.inject import Injector
 from testbed.launch import links_of, models_of
 from testbed.load import Look, between, look
-from testbed.predict import predict_step
+from testbed.predict import Prediction, predict_step
 from testbed.scenario import Scenario
 
 
@@ -46,7 +46,7 @@ class Trained:
     steps: list[Step]
     weights: list[torch.Tensor]  # without values where there are only shapes
     rows: list[dict[str, Any]]  # of steps.csv
-    predicted_s: float | None
+    predicted: Prediction | None
     parameters: int
     products: int  # a step
     flops: int  # of all steps, by the captured graph
@@ -105,18 +105,18 @@ class Task:
         )
         self.note("step", **row)
 
-    def predicted(self, executor: Executor, step: Callable[[], object], arithmetic: bool) -> float | None:
+    def predicted(self, executor: Executor, step: Callable[[], object], arithmetic: bool) -> Prediction | None:
         if self.scenario.links.kind == "off":
             return None
         server = self.host.server
         with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
             links, models = links_of(self.host.fleet, server.labels), models_of(self.host.fleet, server.labels)
-            seconds = predict_step(
+            told = predict_step(
                 executor, step, server.profiles, self.planner, server.absent, links, models, self.local, arithmetic
             )
-        self.display.say(f"a step should take {seconds:.2f} s (modelled)")
-        self.note("predicted", step_s=seconds)
-        return seconds
+        self.display.say(f"a step should take {told.seconds:.2f} s (modelled)")
+        self.note("predicted", step_s=told.seconds)
+        return told
 
     def _look(self) -> Look:
         return look([os.getpid(), *self.host.pods.pids], self.host.server.totals, time.monotonic())
@@ -126,7 +126,7 @@ class Task:
         executor: Executor,
         weights: list[torch.Tensor],
         flops_per_step: int,
-        predicted_s: float | None,
+        predicted: Prediction | None,
         train: Callable[[], list[Step]],
     ) -> Trained:
         server, count = self.host.server, self.scenario.training.steps
@@ -145,9 +145,7 @@ class Task:
         host_s = time.monotonic() - self.begun
         products = executor.spent.products // len(steps)
         parameters = sum(weight.numel() for weight in weights)
-        return Trained(
-            steps, weights, self.rows, predicted_s, parameters, products, flops_per_step * count, host_s, load
-        )
+        return Trained(steps, weights, self.rows, predicted, parameters, products, flops_per_step * count, host_s, load)
 
 
 def _model(scenario: Scenario, config: Any) -> torch.nn.Module:
@@ -195,12 +193,12 @@ def distributed(task: Task) -> Trained:
 
     with task.display.phase("capturing the step", lambda: 0.0, lambda: "torch.compile"):
         flops_per_step = executor.rehearse(rehearsal)
-    predicted_s = task.predicted(executor, rehearsal, arithmetic=True)
+    predicted = task.predicted(executor, rehearsal, arithmetic=True)
     return task.carry_out(
         executor,
         [p.detach() for p in model.parameters()],
         flops_per_step,
-        predicted_s,
+        predicted,
         lambda: train(
             model,
             forward,
@@ -237,5 +235,5 @@ def shapes_only(task: Task) -> Trained:
         return task.done
 
     flops_per_step = executor.rehearse(step)
-    predicted_s = task.predicted(executor, step, arithmetic=False)
-    return task.carry_out(executor, parameters, flops_per_step, predicted_s, steps)
+    predicted = task.predicted(executor, step, arithmetic=False)
+    return task.carry_out(executor, parameters, flops_per_step, predicted, steps)

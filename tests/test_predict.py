@@ -84,7 +84,7 @@ class Model:
         self.executor = Executor(Nobody())
         if keep:
             self.executor.keep(self.module.parameters(), uses=micro_batches)
-        return predict_step(self.executor, lambda: self.step(micro_batches), profiles, Planner())
+        return predict_step(self.executor, lambda: self.step(micro_batches), profiles, Planner()).seconds
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def chain_seconds(profiles: NDArray[np.void]) -> float:
 
     program = prepare("forward", make_fx(function)(x, *weights))
     executor = Executor(Nobody())
-    return predict_step(executor, lambda: executor.run(program, [x, *weights]), profiles, Planner())
+    return predict_step(executor, lambda: executor.run(program, [x, *weights]), profiles, Planner()).seconds
 
 
 @pytest.mark.parametrize("count", [1, 7, 40])
