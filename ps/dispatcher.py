@@ -356,7 +356,7 @@ class Dispatcher:
             self._pieces_win(job_id, earlier, turn)  # the piece is overdue as well: enough of that one
         made = self._recut(job, job.tiles[block : block + 1], RESCUED_OVER, avoid=device)
         if made is None or not (made[1] != device).all():  # nobody else: ask again
-            self.deadlines.sent((job_id, block), device, self._now_s, job.expected_s[block])
+            self.deadlines.sent([(job_id, block)], [device], self._now_s, [job.expected_s[block]])
             return
         first = len(job.state)
         self._add(job_id, *made, turn, patience_s=job.expected_s[block])
@@ -545,16 +545,22 @@ class Dispatcher:
         if loss:
             self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
-        records, costs, sizes = self.devices, job.cost_s, job.size_bytes
-        for block, device in enumerate(owners, first):
-            record = records[device]
-            record.backlog_s += costs[block]
-            if not (record.urgent or record.background) and self._has_credit(record, sizes[block]):
-                self._launch(device, record, job_id, job, block, turn)
+        launched = []
+        for block, device, seconds, size in zip(
+            range(first, len(job.state)), owners, job.cost_s[first:], job.size_bytes[first:], strict=True
+        ):
+            record = self.devices[device]
+            record.backlog_s += seconds
+            if not (record.urgent or record.background) and self._has_credit(record, size):
+                record.take((job_id, block), size, seconds, self._now_s)
+                job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + REACTION_S
+                launched.append(block)
             else:
                 (record.urgent if job.urgent else record.background).append((job_id, block))
                 self._waiting[device] += 1
                 self._waiting_total += 1
+
+        self._launch(job_id, job, launched, turn)
 
     def _has_credit(self, record: Device, size_bytes: int) -> bool:
         return (
@@ -562,17 +568,17 @@ class Dispatcher:
             and record.in_flight_bytes + record.kept_bytes + size_bytes <= record.memory_bytes
         )
 
-    def _launch(self, device: int, record: Device, job_id: int, job: Job, block: int, turn: Turn) -> None:
-        job.state[block] = IN_FLIGHT
-        record.in_flight.add((job_id, block))
-        record.in_flight_bytes += job.size_bytes[block]
-        record.free_s = max(record.free_s, self._now_s) + job.cost_s[block]
-        job.sent_s[block] = self._now_s
-        job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + REACTION_S
-        self.deadlines.sent((job_id, block), device, self._now_s, max(job.expected_s[block], job.patience_s[block]))
-        turn.send.devices.append(device)
-        turn.send.jobs.append(job_id)
-        turn.send.blocks.append(block)
+    def _launch(self, job_id: int, job: Job, blocks: list[int], turn: Turn) -> None:
+        """These blocks go out; their devices have taken them."""
+        devices = [job.device[block] for block in blocks]
+        for block in blocks:
+            job.state[block] = IN_FLIGHT
+            job.sent_s[block] = self._now_s
+        patience_s = [max(job.expected_s[block], job.patience_s[block]) for block in blocks]
+        self.deadlines.sent([(job_id, block) for block in blocks], devices, self._now_s, patience_s)
+        turn.send.devices.extend(devices)
+        turn.send.jobs.extend([job_id] * len(blocks))
+        turn.send.blocks.extend(blocks)
 
     def _feed(self, turn: Turn) -> None:
         """Fill each freed device from its queues; let the idle ones take work from the longest queue."""
@@ -595,7 +601,9 @@ class Dispatcher:
                 queue.popleft()
                 self._waiting[device] -= 1
                 self._waiting_total -= 1
-                self._launch(device, record, job_id, job, block, turn)
+                record.take((job_id, block), job.size_bytes[block], job.cost_s[block], self._now_s)
+                job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + REACTION_S
+                self._launch(job_id, job, [block], turn)
 
     def _steal(self, thief: int) -> bool:
         """Move the last block of the longest queue to an idle device that would return it sooner."""

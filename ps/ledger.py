@@ -52,6 +52,12 @@ class Device:
     refusals: int = 0
     alive: bool = True
 
+    def take(self, key: tuple[int, int], size_bytes: int, seconds: float, now_s: float) -> None:
+        """This block is sent to it now."""
+        self.in_flight.add(key)
+        self.in_flight_bytes += size_bytes
+        self.free_s = (self.free_s if self.free_s > now_s else now_s) + seconds
+
     @property
     def idle(self) -> bool:
         return not (self.in_flight or self.urgent or self.background)

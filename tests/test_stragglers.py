@@ -38,10 +38,10 @@ def anybody(device: int, key: tuple[int, int]) -> bool:
 
 def test_nothing_is_overdue_before_enough_is_known() -> None:
     deadlines = Deadlines()
-    deadlines.sent((0, 0), 0, now_s=0.0, expected_s=1.0)
+    deadlines.sent([(0, 0)], [0], now_s=0.0, expected_s=[1.0])
     for _ in range(ENOUGH - 1):
         deadlines.returned([1.0])
-    deadlines.sent((0, 1), 0, now_s=0.0, expected_s=1.0)
+    deadlines.sent([(0, 1)], [0], now_s=0.0, expected_s=[1.0])
     assert deadlines.overdue(1e9, anybody, most=10) == []
 
 
@@ -50,7 +50,7 @@ def test_overdue_is_what_takes_longer_than_nearly_all_did() -> None:
     for i in range(ENOUGH):
         deadlines.returned([3.0 if i % 2 else 2.0])  # a host on which everything takes two or three times as long
     assert deadlines.margin == BEYOND * 3.0
-    deadlines.sent((0, 0), 7, now_s=10.0, expected_s=2.0)
+    deadlines.sent([(0, 0)], [7], now_s=10.0, expected_s=[2.0])
     assert deadlines.next_s == 10.0 + 2.0 * deadlines.margin
     assert deadlines.overdue(deadlines.next_s - 1e-9, anybody, most=10) == []
     assert deadlines.overdue(deadlines.next_s, anybody, most=10) == [(0, 0)]
