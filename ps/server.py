@@ -45,7 +45,8 @@ from agent.wire import (
     Work,
     decode,
 )
-from ps.dispatcher import REACTION_S, Dispatcher
+from ps.assignments import REACTION_S
+from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,

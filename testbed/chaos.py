@@ -25,6 +25,7 @@ from testbed.chaos_world import COMMON, STRAYS, Operation, World, replay
 __all__ = ["Failure", "Tally", "as_test", "failure_of", "generate", "live_one", "replay", "shrink"]
 
 MOST_TRIES = 3000  # worlds lived to shrink one
+MOST_PAIRED = 24  # operations of which pairs are tried
 PROGRESS_S = 1.0
 PROGRESS_IN_A_FILE_S = 10.0
 
@@ -102,8 +103,24 @@ def _dropped(operations: list[Operation], fails: Callable[[list[Operation]], boo
             else:
                 start += size
         if size == 1 and not shorter:
-            return operations
+            pair = _pair_dropped(operations, fails)
+            if pair is None:
+                return operations
+            operations = pair
         size = max(1, size // 2)
+
+
+def _pair_dropped(operations: list[Operation], fails: Callable[[list[Operation]], bool]) -> list[Operation] | None:
+    """Without two operations neither of which can go alone, such as a device's coming and its going; None if there are
+    no such two."""
+    if len(operations) > MOST_PAIRED:
+        return None
+    for one in range(len(operations)):
+        for two in range(one + 1, len(operations)):
+            candidate = [*operations[:one], *operations[one + 1 : two], *operations[two + 1 :]]
+            if fails(candidate):
+                return candidate
+    return None
 
 
 def _simplified(operations: list[Operation], fails: Callable[[list[Operation]], bool]) -> list[Operation]:

@@ -27,7 +27,8 @@ from agent.wire import ANSWER, DONE
 from emulator.device import Devices
 from emulator.link import Links
 from emulator.performance import Models
-from ps.dispatcher import REACTION_S, Dispatcher
+from ps.assignments import REACTION_S
+from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksLost,

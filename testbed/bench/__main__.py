@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
     parser.add_argument(
         "--only",
-        default="abcdev",
+        default="abcde",
         help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (minutes), "
         "v virtual and other clocks (%(default)s)",
     )
@@ -102,7 +102,7 @@ def main() -> int:
     if "v" in options.only:
         from testbed.bench import clocks
 
-        display.say("(v) the quickstart on three clocks, with 1,000 and 100 devices; about 150 s")
+        display.say("(v) the quickstart on three clocks, with 1,000 and 100 devices; about 200 s")
         rows += _clocks(raw.setdefault("clocks", clocks.measure()))
     if options.peers:
         peers = raw["peers"] = run_peers(progress=display.say)
