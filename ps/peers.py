@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import resource
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,11 +95,3 @@ def missing_ones(labels: list[str]) -> str:
         return ""
     others = f" and {len(names) - 3:,} others" if len(names) > 3 else ""
     return f"; gone are {', '.join(names[:3])}{others}"
-
-
-def raise_file_limit() -> None:
-    """A connection is a file: allow as many as this user may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

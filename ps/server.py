@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 
 from agent.clock import Clock, WallClock
 from agent.connection import SILENT_AFTER
-from agent.errors import Failure, UserError
+from agent.errors import Failure
 from agent.wire import (
     BLOCK,
     DONE,
-    MAX_FRAME_BYTES,
     PIECE,
     Goodbye,
     Heartbeat,
@@ -71,8 +70,9 @@ from ps.events import (
 )
 from ps.jobs import Live, Product, Totals
 from ps.ledger import DONE as DONE_BLOCK
+from ps.listening import listening
 from ps.operands import Operand
-from ps.peers import Peer, missing_ones, printable, raise_file_limit
+from ps.peers import Peer, missing_ones, printable
 from ps.planner import Planner
 from ps.records import Records
 from ps.shipping import Shipping
@@ -82,15 +82,10 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
-MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
 
 
 class ServerError(Failure):
     """The server has stopped; the text says why."""
-
-
-class AddressError(UserError):
-    """The server cannot listen where it was asked to."""
 
 
 class Server:
@@ -130,32 +125,7 @@ class Server:
         self._goodbye = ""
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
-        raise_file_limit()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._context.set(zmq.MAX_SOCKETS, 1 << 16)
-        self._router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.RCVHWM, 0),  # bounded by credit
-            (zmq.SNDHWM, MESSAGES_AHEAD),
-            (zmq.BACKLOG, 8192),
-            (zmq.LINGER, 1000),
-        ):
-            self._router.setsockopt(option, value)
-        try:
-            self._router.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._router.close()
-            self._context.term()
-            raise AddressError(
-                f"cannot listen on {host} port {port}: {zmq.strerror(error.errno or 0)}. "
-                + (
-                    "Another server may be using it: stop that one, or take port 0 to get any free port"
-                    if error.errno == zmq.EADDRINUSE
-                    else "The host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
-                )
-            ) from None
+        self._context, self._router = listening(host, port)
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)

@@ -40,7 +40,8 @@ from agent.wire import (
     decode,
     encode,
 )
-from ps.server import AddressError, Server
+from ps.listening import AddressError
+from ps.server import Server
 
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
