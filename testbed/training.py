@@ -6,11 +6,12 @@ products go through the same executor to the same fleet, everything else is free
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,7 @@ class Task:
 
     def before_step(self, executor: Executor, number: int) -> None:
         interrupts.check()
+        gc.collect()  # between steps, see `_collecting_between_steps`
         self.host.pods.give_up_killed()  # the server has said that their devices are lost; it goes on without them
         self.host.pods.check()
         if self.injector.error is not None:
@@ -138,6 +140,7 @@ class Task:
                 lambda: f"step {len(self.done) + 1}, {server.totals.blocks:,} blocks, {server.devices:,} devices",
             ),
             self.host.injecting(self.injector) if self.scenario.faults or self.scenario.churn else nullcontext(),
+            _collecting_between_steps(),
         ):
             before = self._look()
             steps = train()
@@ -146,6 +149,20 @@ class Task:
         products = executor.spent.products // len(steps)
         parameters = sum(weight.numel() for weight in weights)
         return Trained(steps, weights, self.rows, predicted, parameters, products, flops_per_step * count, host_s, load)
+
+
+@contextmanager
+def _collecting_between_steps() -> Iterator[None]:
+    """Python's search for cycles would stop the server for a quarter of a second now and then. What there is by now
+    stays; what a step leaves behind is looked for between steps."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _model(scenario: Scenario, config: Any) -> torch.nn.Module:
