@@ -34,6 +34,7 @@ from testbed.launch import links_of, models_of
 from testbed.load import between, look
 from testbed.predict import ModelledFleet
 from testbed.scenario import Scenario
+from testbed.training import collecting_between_steps
 
 LIMIT_S = 15.0  # of one probe's step
 
@@ -107,10 +108,13 @@ class Probe:
             pids = [os.getpid(), *host.pods.pids]
             before = look(pids, host.server.totals, time.monotonic())
             achieved = Watched(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
-            self._take(achieved)
-            if len(achieved.finished_s) == len(expected.finished_s):  # the first step of a run does not count either
-                achieved = Watched(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
+            with collecting_between_steps():
                 self._take(achieved)
+                if len(achieved.finished_s) == len(
+                    expected.finished_s
+                ):  # the first step of a run does not count either
+                    achieved = Watched(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
+                    self._take(achieved)
             after = look(pids, host.server.totals, time.monotonic())
         columns = host.server.records.columns()
         count = len(achieved.finished_s)

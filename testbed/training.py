@@ -77,7 +77,7 @@ class Task:
 
     def before_step(self, executor: Executor, number: int) -> None:
         interrupts.check()
-        gc.collect()  # between steps, see `_collecting_between_steps`
+        gc.collect()  # between steps, see `collecting_between_steps`
         self.host.pods.give_up_killed()  # the server has said that their devices are lost; it goes on without them
         self.host.pods.check()
         if self.injector.error is not None:
@@ -140,7 +140,7 @@ class Task:
                 lambda: f"step {len(self.done) + 1}, {server.totals.blocks:,} blocks, {server.devices:,} devices",
             ),
             self.host.injecting(self.injector) if self.scenario.faults or self.scenario.churn else nullcontext(),
-            _collecting_between_steps(),
+            collecting_between_steps(),
         ):
             before = self._look()
             steps = train()
@@ -152,7 +152,7 @@ class Task:
 
 
 @contextmanager
-def _collecting_between_steps() -> Iterator[None]:
+def collecting_between_steps() -> Iterator[None]:
     """Python's search for cycles would stop the server for a quarter of a second now and then. What there is by now
     stays; what a step leaves behind is looked for between steps."""
     gc.collect()
