@@ -32,7 +32,7 @@ def check(of: Dispatcher) -> None:
             raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")
         if held + record.kept_bytes > record.memory_bytes:
             raise InvariantBroken(f"device {index} holds more than its {record.memory_bytes} bytes: {record}")
-        kept = [s.row_bytes * int(s.high[index] - s.low[index]) for s in of._slabs] if record.alive else []
+        kept = [s.row_bytes * int((s.high[index] - s.low[index]).sum()) for s in of._slabs] if record.alive else []
         if sum(kept) != record.kept_bytes:
             raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
         if len(record.urgent) + len(record.background) != of._waiting[index]:

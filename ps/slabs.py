@@ -10,19 +10,24 @@ from numpy.typing import NDArray
 
 from ps.cost import BYTES, Integers
 from ps.ledger import Device, Job
+from ps.pipeline import MOST_STRIPS
+
+RANGES = MOST_STRIPS  # of an operand that a device keeps
 
 
 @dataclass(slots=True)
 class Slabs:
-    """What each device keeps of one operand: one range of its rows a device, empty where high is 0."""
+    """What each device keeps of one operand: a few ranges of its rows, as it got them; empty where high is 0."""
 
-    low: Integers
+    low: Integers  # [devices, RANGES]
     high: Integers
     row_bytes: int
 
     def hold(self, devices: Integers, low: Integers, high: Integers) -> NDArray[np.bool_]:
-        inside: NDArray[np.bool_] = (self.low[devices] <= low) & (high <= self.high[devices])
-        return inside
+        """Is this in one of them? Two that adjoin are two pieces for the device, and do not count as one."""
+        inside: NDArray[np.bool_] = (self.low[devices] <= low[:, None]) & (high[:, None] <= self.high[devices])
+        some: NDArray[np.bool_] = np.logical_or.reduce(inside, axis=1)
+        return some
 
 
 class KeptSlabs:
@@ -34,7 +39,7 @@ class KeptSlabs:
 
     def grow(self, devices: int) -> None:
         """So many devices have joined."""
-        nothing = np.zeros(devices, np.int64)
+        nothing = np.zeros((devices, RANGES), np.int64)
         for slabs in self.of.values():
             slabs.low, slabs.high = np.concatenate([slabs.low, nothing]), np.concatenate([slabs.high, nothing])
 
@@ -42,8 +47,8 @@ class KeptSlabs:
         slabs = self.of.pop(operand, None)
         if slabs is None:
             return
-        held = np.flatnonzero(slabs.high)
-        freed = slabs.row_bytes * (slabs.high[held] - slabs.low[held])
+        held = np.flatnonzero(slabs.high.any(axis=1))
+        freed = slabs.row_bytes * (slabs.high[held] - slabs.low[held]).sum(axis=1)
         for device, size in zip(held.tolist(), freed.tolist(), strict=True):
             if records[device].alive:
                 records[device].kept_bytes -= size
@@ -58,7 +63,8 @@ class KeptSlabs:
         records: list[Device],
     ) -> tuple[NDArray[np.bool_], Integers]:
         """Which slabs each block still has to bring, and which are among those that the device keeps (see Job.kept).
-        A device keeps the first slab of an operand that it gets, if half its memory has room for it."""
+        A device keeps the first slabs of an operand that it gets, strips of one rectangle, while half its memory has
+        room."""
         new = fresh | ~whole[:, None]  # a streamed block brings both, chunk by chunk, and leaves nothing
         kept = np.zeros(len(tiles), np.int64)
         for side, operand in enumerate(job.operands):
@@ -66,19 +72,22 @@ class KeptSlabs:
                 continue
             slabs = self.of.get(operand)
             if slabs is None:
-                nothing = np.zeros(len(records), np.int64)
+                nothing = np.zeros((len(records), RANGES), np.int64)
                 slabs = self.of[operand] = Slabs(nothing, nothing.copy(), BYTES * job.shape.inner)
             low = tiles[:, 2 + 2 * side]
             high = low + tiles[:, 3 + 2 * side]
             held = slabs.hold(devices, low, high)
-            candidates = np.flatnonzero(whole & fresh[:, side] & (slabs.high[devices] == 0))
-            owners, first = np.unique(devices[candidates], return_index=True)
-            for device, block in zip(owners.tolist(), candidates[first].tolist(), strict=True):
-                size, record = slabs.row_bytes * int(high[block] - low[block]), records[device]
-                with_it = record.kept_bytes + size
+            candidates = np.flatnonzero(whole & fresh[:, side] & ~slabs.high[devices].any(axis=1))
+            for block in candidates.tolist():
+                device, begin, end = int(devices[block]), int(low[block]), int(high[block])
+                place = int(np.count_nonzero(slabs.high[device]))
+                if place == RANGES:
+                    continue
+                record = records[device]
+                with_it = record.kept_bytes + slabs.row_bytes * (end - begin)
                 if 2 * with_it <= record.memory_bytes and with_it + record.in_flight_bytes <= record.memory_bytes:
                     record.kept_bytes = with_it
-                    slabs.low[device], slabs.high[device] = low[block], high[block]
+                    slabs.low[device, place], slabs.high[device, place] = begin, end
             new[:, side] &= ~held | ~whole
             kept += (slabs.hold(devices, low, high) & whole) << side
         return new, kept

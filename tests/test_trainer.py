@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +18,7 @@ from ps.jobs import Product
 from ps.models import build_model
 from ps.operands import Operand
 from ps.trainer import Step, gradients, train
+from testbed.training import collecting_between_steps
 
 CONFIGS: dict[str, Callable[..., Any]] = {
     "opt": lambda: transformers.OPTConfig(
@@ -138,3 +140,11 @@ def test_distributed_training_in_parts_with_kept_weights_is_plain_training(famil
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=name)
     assert kept[0] == kept[1] == kept[2] > 0
     assert fleet.reused == 3 * 3 * kept[0]  # in each step a weight is sent with the first part, and used by all four
+
+
+def test_cycles_are_looked_for_between_steps_and_not_during_them() -> None:
+    with collecting_between_steps():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
