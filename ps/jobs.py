@@ -67,9 +67,13 @@ class Live:
         return self.tiles[block]
 
     def sent(self, blocks: NDArray[np.uint32] | int, stamp_ns: int) -> None:
+        self.stamps()[blocks] = stamp_ns
+
+    def stamps(self) -> NDArray[np.uint64]:
+        """When each block was sent; 0 if it never was: it may have been cut and then not been needed."""
         if grown := len(self.job.tiles) - len(self.sent_ns):
             self.sent_ns = np.concatenate([self.sent_ns, np.zeros(grown, np.uint64)])
-        self.sent_ns[blocks] = stamp_ns
+        return self.sent_ns
 
 
 @dataclass(slots=True)

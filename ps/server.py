@@ -516,5 +516,5 @@ class Server:
             if (peer := self._peers.get(identity)) is not None:
                 peer.finished(job)
         product = live.product
-        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.sent_ns)
+        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.stamps())
         product.done()

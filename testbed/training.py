@@ -99,7 +99,7 @@ class Task:
             "bytes_down": totals.operand_bytes - sum(row["bytes_down"] for row in self.rows),
         }
         self.rows.append(row)
-        told = "no loss, shapes only" if loss is None else f"loss {loss:.4f}"
+        told = f"loss {step.loss:.4f}" if self.scenario.clock.arithmetic else "no loss, shapes only"
         left_s = (time.monotonic() - self.begun) / step.number * (count - step.number)
         self.display.say(
             f"step {step.number} of {count}: {told}, {step.seconds:.2f} s, "

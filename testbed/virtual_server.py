@@ -341,5 +341,5 @@ class VirtualServer:
     def _finish(self, job: int) -> None:
         live = self._jobs.pop(job)
         product = live.product
-        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.sent_ns)
+        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.stamps())
         product.done()

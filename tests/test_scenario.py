@@ -83,7 +83,7 @@ def test_a_missing_file_is_named() -> None:
         ("devices = 1000", 'devices = "10"', "devices = ", '"devices" in [fleet] is "10"; it must be a valid integer'),
         ("devices = 1000", "devices = ", "devices = ", "invalid value"),
         ('pods = "auto"', "pods = 0", "pods = ", 'it must be "auto" or a whole number'),
-        ("steps = 8", "", "[training]", 'key "steps" is missing in [training]'),
+        ("steps = 5", "", "[training]", 'key "steps" is missing in [training]'),
         ("learning_rate = 1e-3", "learning_rate = nan", "learning_rate", "finite"),
         ("pixel-8 = 14", "pixel-88 = 14", "pixel-8 = ", 'unknown device "pixel-88"; nearest: pixel-8'),
         ("pixel-8 = 14", "pixel-8 = 0", "pixel-8 = ", "it must be greater than 0"),

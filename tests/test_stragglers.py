@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
+from agent.wire import ANSWER
 from ps.deadlines import BEYOND, ENOUGH, Deadlines
 from ps.dispatcher import CORRECTED_EVERY_S, SUSPECTED_S, Dispatcher
 from ps.events import (
@@ -25,7 +26,10 @@ from ps.events import (
     Submission,
     TimePassed,
 )
+from ps.jobs import Live, Product
+from ps.operands import Operand
 from ps.planner import Plan, Planner, Request, Shape
+from ps.records import Records
 from ps.slowness import ANSWERS
 
 COMMON = Profile(1e9, 0.0, 1e7, 1e7, 0.01, 1 << 40, 4)
@@ -296,3 +300,24 @@ def test_a_suspect_works_when_nobody_else_can() -> None:
         (sent,) = [i for i in out if isinstance(i, SendBlocks)]
         assert set(sent.devices) == {0}
         assert 1 in sent.jobs
+
+
+def test_pieces_that_were_never_sent_are_in_nobodys_way_in_the_records() -> None:
+    world = Clockwork(*[replace(COMMON, credit_blocks=1)] * 4)
+    world.submit([0, 1, 2, 3])
+    job = world.dispatcher.jobs[0]
+    operand = Operand(np.zeros((1, SHAPE.rows, SHAPE.inner), np.float32))
+    other = Operand(np.zeros((1, SHAPE.columns, SHAPE.inner), np.float32))
+    product = Product(operand, other, np.zeros((1, SHAPE.rows, SHAPE.columns), np.float32), lambda: None)
+    live = Live(product, job, np.zeros(0, np.uint64))
+    live.sent(np.arange(4, dtype=np.uint32), 5)
+    world.now_s = world.dispatcher.deadlines.next_s
+    world.dispatcher.handle(TimePassed(), world.now_s)
+    assert len(job.tiles) > 4, "all are busy: pieces wait"
+    records = Records()
+    answers = np.zeros(2, ANSWER)
+    answers["job"] = [0, 1]
+    records.answered(answers, [0, 1, 2, 3], 9)
+    records.finished(0, "product", 1, SHAPE, job.tiles, live.stamps())
+    records.finished(1, "product", 1, SHAPE, job.tiles[:1], np.full(1, 5, np.uint64))
+    assert records.columns()["sent_s"].tolist() == [0.0, 0.0]
