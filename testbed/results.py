@@ -70,7 +70,7 @@ class Summary:
     reasons: list[str] = field(default_factory=list)
     recovery: dict[str, float] = field(default_factory=dict)  # of devices that were lost with work in their hands
     verification: dict[str, float] = field(default_factory=dict)
-    late_blocks_helped: int = 0  # overdue, and given to an idle device as well
+    late_blocks_helped: int = 0  # overdue, and cut over others as well
     suspended: dict[str, str] = field(default_factory=dict)  # device -> why
     audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against asked for
     audit_line: str = ""  # the same in a line
@@ -208,7 +208,7 @@ def print_summary(console: Console, s: Summary) -> None:
     if s.recovery:
         rows.append(("recovery", _recovery(s.recovery)))
     if s.late_blocks_helped:
-        rows.append(("stragglers", f"{s.late_blocks_helped:,} overdue blocks were also given to idle devices"))
+        rows.append(("stragglers", f"{s.late_blocks_helped:,} overdue blocks were also cut over others"))
     if s.verification:
         rows.append(("verification", _verification(s)))
     if s.audit_line:
