@@ -46,7 +46,8 @@ class Connection:
         self.joined: Welcome | None = None
         self._clock = clock
         self._heartbeat_s = 2.0  # until the server says otherwise
-        self._heard = self._spoke = clock()
+        self._spoke = self._turned = clock()
+        self._silent_s = 0.0  # see beat
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the server's credit
         self.socket.setsockopt(zmq.RCVHWM, receive_ahead)
@@ -70,7 +71,7 @@ class Connection:
         except WireError as error:
             log.warning("dropped a message from %s: %s", self.endpoint, error)
             return None
-        self._heard = self._clock()
+        self._silent_s = 0.0
         match message:
             case Heartbeat():
                 return None
@@ -80,13 +81,18 @@ class Connection:
         return message
 
     def beat(self) -> None:
-        """Say that we live, if nothing else has been said for a heartbeat."""
-        if self.joined and self._clock() - self._spoke >= self._heartbeat_s:
+        """Once a turn of the caller's loop: say that we live, if nothing else has been said for a heartbeat. Silence is
+        counted here. A turn that takes long (this process was stopped, or the machine slept) counts as one heartbeat,
+        because words of the server may lie unread."""
+        now = self._clock()
+        self._silent_s += min(now - self._turned, self._heartbeat_s)
+        self._turned = now
+        if self.joined and now - self._spoke >= self._heartbeat_s:
             self.send(Heartbeat())
 
     def excuse(self) -> None:
         """Silence is our own doing: nothing is read at present."""
-        self._heard = self._clock()
+        self._silent_s = 0.0
 
     @property
     def heartbeat_s(self) -> float:
@@ -94,7 +100,7 @@ class Connection:
 
     @property
     def lost(self) -> bool:
-        return self._clock() - self._heard > SILENT_AFTER * self._heartbeat_s
+        return self._silent_s > SILENT_AFTER * self._heartbeat_s
 
     def close(self, linger_s: float = 0.0) -> None:
         self.socket.close(linger=int(linger_s * 1000))

@@ -19,8 +19,8 @@ class Peer:
     """A phone, or a pod with many devices."""
 
     identity: bytes
-    heard_s: float
     about: dict[str, str]
+    silent_beats: int = 0  # heartbeats of ours since its last word
     ids: list[int] = field(default_factory=list)  # of its devices, by their index in this connection
     index: dict[int, int] = field(default_factory=dict)  # and the other way round
     piece_ids: Iterator[int] = field(default_factory=itertools.count)

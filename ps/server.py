@@ -268,10 +268,11 @@ class Server:
 
     def _beat(self, heard_all: bool) -> None:
         """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence, which
-        counts only if everything that did arrive has been heard."""
-        now = time.monotonic()
+        counts only if everything that did arrive has been heard, and in beats, not in seconds: after a long turn (this
+        process was stopped, or the machine slept) their words may still be on their way to us."""
         for peer in list(self._peers.values()):
-            if heard_all and now - peer.heard_s > SILENT_AFTER * self._heartbeat_s:
+            peer.silent_beats += heard_all
+            if peer.silent_beats > SILENT_AFTER:
                 self._lose(peer, "silent")
                 continue
             if peer.outbox:
@@ -287,7 +288,7 @@ class Server:
         try:
             message = decode(frames)
             if peer is not None:
-                peer.heard_s = time.monotonic()
+                peer.silent_beats = 0
             match message:
                 case Result() if peer is not None:
                     self._answered.append((peer, message))
@@ -319,7 +320,7 @@ class Server:
 
     def _join(self, identity: bytes, message: Join) -> None:
         """A connection, or more devices of one that is there: they get the next indices."""
-        peer = self._peers.setdefault(identity, Peer(identity, time.monotonic(), message.about))
+        peer = self._peers.setdefault(identity, Peer(identity, message.about))
         first = len(self._peer_of)
         new = range(first, first + len(message.profiles))
         peer.add(new)
