@@ -23,6 +23,9 @@ from rich.table import Table
 from agent.connection import SILENT_AFTER
 from agent.errors import Failure, UserError
 from agent.units import format_count, format_duration, format_size
+from ps.cost import BYTES
+from ps.law import Areas
+from ps.packing import Rates
 from ps.planner import Planner, Shape
 from ps.server import HEARTBEAT_S
 from testbed.virtual import Key, Outcome, VirtualFleet, Work
@@ -41,6 +44,7 @@ class Trial:
     failures: int
     weight: float  # how much of the step's time such a moment stands for
     recovery_s: float  # from detection until what was lost is done again
+    least_s: float  # no way of cutting the lost cells anew ends sooner, even if the others had nothing else to do
     delay_s: float  # by how much the product ends later than without the failure
     lost_cells: int
     blocks: int  # that the lost rectangles were cut into
@@ -70,6 +74,7 @@ class Recovery:
     trials: int
     p50_s: float
     p99_s: float
+    least_p50_s: float
     delay_mean_s: float
     delay_p99_s: float
     baselines: dict[str, float]
@@ -82,7 +87,7 @@ class Recovery:
         return {
             "failures": self.failures,
             "trials": self.trials,
-            "recovery_s": {"p50": self.p50_s, "p99": self.p99_s},
+            "recovery_s": {"p50": self.p50_s, "p99": self.p99_s, "least_p50": self.least_p50_s},
             "product_delay_s": {"mean": self.delay_mean_s, "p99": self.delay_p99_s},
             "baselines": {
                 name: {"cost_s": cost_s, "ratio_recovery": again, "ratio_lost": lost}
@@ -175,9 +180,9 @@ class Product:
 
 def try_failure(
     shape: Shape, profiles: NDArray[np.void], planner: Planner, failures: int, seed: str, undisturbed_s: float
-) -> tuple[float, float, int, int, float]:
-    """Recovery, delay, cells lost, blocks they were cut into, host's seconds. The moment, the detection interval and
-    the order in which devices are struck follow from the seed alone: more failures strike the same ones, and more."""
+) -> tuple[float, float, float, int, int, float]:
+    """Recovery, the least that it could be, delay, cells lost, blocks they were cut into, host's seconds. The moment,
+    the detection interval and the order in which devices are struck follow from the seed alone: more failures strike the same ones, and more."""
     rng = random.Random(seed)
     fails_s, detection_s = rng.uniform(0.0, undisturbed_s), rng.uniform(*DETECTION_S)
     product = Product(shape, profiles, planner)
@@ -194,7 +199,9 @@ def try_failure(
         raise Failure(f"the survivors of {failures} failures cannot do {shape}: none of them has the memory for it")
     recovered_s = max(product.accepted_s[block] for block in replaced)
     cells = sum(product.cells[block] for block in replaced)
-    return recovered_s - detected_s, ended_s - undisturbed_s, cells, len(replaced), host_s
+    survivors = Rates.of(np.delete(profiles, struck), shape.inner, BYTES)
+    least_s = Areas(survivors.law(), shape.rows, shape.columns).span_s(cells)
+    return recovered_s - detected_s, least_s, ended_s - undisturbed_s, cells, len(replaced), host_s
 
 
 def simulate(
@@ -268,10 +275,12 @@ def summarise(trials: Sequence[Trial], setting: Setting) -> list[Recovery]:
         mine = [trial for trial in trials if trial.failures == failures]
         weights = [trial.weight for trial in mine]
         p50_s, p99_s = (percentile([trial.recovery_s for trial in mine], weights, share) for share in (0.5, 0.99))
+        least_s = percentile([trial.least_s for trial in mine], weights, 0.5)
         later_s = [max(0.0, trial.delay_s) for trial in mine]  # a re-cut may even end a product sooner; not counted
         mean_s = float(np.average(later_s, weights=weights))
         others = baselines(setting, failures, p50_s)
-        rows.append(Recovery(failures, len(mine), p50_s, p99_s, mean_s, percentile(later_s, weights, 0.99), others))
+        late_s = percentile(later_s, weights, 0.99)
+        rows.append(Recovery(failures, len(mine), p50_s, p99_s, least_s, mean_s, late_s, others))
     return rows
 
 
@@ -288,6 +297,8 @@ def assumptions(s: Setting) -> list[str]:
         "the product ends later; a baseline stands still for all of its time. This server's own detection: a broken "
         "connection within a heartbeat of "
         f"{format_duration(HEARTBEAT_S)}, a silent one after {format_duration(SILENT_AFTER * HEARTBEAT_S)}.",
+        "no way sooner than: the fluid bound of the lost cells over all survivors, median of the trials: as if these "
+        "had nothing else to do, and the best shapes were possible.",
         f"checkpoint restart: weights and Adam's moments, {format_size(STATE_BYTES * s.parameters)}, in equal parts to "
         f"the survivors, over the slowest downlink; half of an interval of {s.checkpoint_steps:g} step(s) done again. "
         "Writing checkpoints is free.",
@@ -339,6 +350,7 @@ def print_recovery(console: Console, title: str, rows: Sequence[Recovery], trial
         table.add_section()
         ours = (row.p50_s, row.p99_s, row.delay_mean_s, row.delay_p99_s)
         table.add_row(str(row.failures), "ours", *(format_duration(figure) for figure in ours))
+        table.add_row("", "no way sooner than", format_duration(row.least_p50_s))
         for name, cost_s in row.baselines.items():
             ratios = ("" if ratio is None else f"{ratio:,.0f}x" for ratio in row.ratios(cost_s))
             table.add_row("", name, format_duration(cost_s), "", format_duration(cost_s), "", *ratios)
