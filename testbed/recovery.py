@@ -182,7 +182,8 @@ def try_failure(
     shape: Shape, profiles: NDArray[np.void], planner: Planner, failures: int, seed: str, undisturbed_s: float
 ) -> tuple[float, float, float, int, int, float]:
     """Recovery, the least that it could be, delay, cells lost, blocks they were cut into, host's seconds. The moment,
-    the detection interval and the order in which devices are struck follow from the seed alone: more failures strike the same ones, and more."""
+    the detection interval and the order in which devices are struck follow from the seed alone: more failures strike
+    the same ones, and more."""
     rng = random.Random(seed)
     fails_s, detection_s = rng.uniform(0.0, undisturbed_s), rng.uniform(*DETECTION_S)
     product = Product(shape, profiles, planner)
