@@ -111,9 +111,10 @@ class Door:
             self._authenticator.send_multipart([version, request, *verdict, user, b""])
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
+            why = "it broke off the handshake: it does not encrypt, or is no device at all"
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 why = _HANDSHAKES.get(event["value"], "what it sent is no handshake")
-                self._refuse("", "a connection", why)
+            self._refuse("", "a connection", why)
 
     def key_of(self, frame: zmq.Frame) -> str:
         """Of the connection that this came over; empty if it came in the clear."""
