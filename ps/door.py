@@ -147,9 +147,11 @@ class Door:
         if isinstance(answer, Enrolled):
             if present + len(join.profiles) > answer.devices:
                 answer = TOO_MANY
+            elif key in self._trusted:
+                pass
             elif not self._joins.setdefault(key, Budget.full(*JOINS, now_s)).take(1, now_s):
                 answer = TOO_OFTEN
-            elif key not in self._trusted:
+            else:
                 answer = self._enrol(key, join.token, name, now_s, known=book.find(key) is not None)
         if isinstance(answer, Refusal):
             self._refuse(key, name, answer.reason)
