@@ -8,7 +8,9 @@ holds the sender back, so memory stays within three chunks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -21,15 +23,34 @@ import numpy as np
 import zmq
 
 from agent.connection import Connection
-from agent.kernels import Array, Kernel
+from agent.kernels import Abandoned, Array, InParts, Kernel
 from agent.operands import BlockRow, Operands
-from agent.wire import ANSWER, DONE, FAILED, Cancel, Goodbye, Join, Leave, Refused, Result, Welcome, WireError, Work
+from agent.owner import Decision
+from agent.units import format_duration, format_size
+from agent.wire import (
+    ANSWER,
+    DONE,
+    FAILED,
+    VERSION,
+    Cancel,
+    Goodbye,
+    Join,
+    Leave,
+    Refused,
+    Result,
+    Welcome,
+    WireError,
+    Work,
+)
 
 log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 1 << 20  # answers travel together until they are this many bytes
 FLUSH_S = 0.005  # or this old
 BACKOFF_S = (0.5, 30.0)
+PART_S = 0.25  # of computing, about; so long a block goes on after its device has left
+MEMORY_SLACK = 1.25  # pieces of blocks that were called off stay until their job ends
+RESTART, UPDATE = 75, 76  # exit codes for the one who started us: begin again; begin again with the server's version
 
 
 class Stop(Protocol):
@@ -40,6 +61,26 @@ class Stop(Protocol):
     def fileno(self) -> int: ...
 
     def wait(self, timeout_s: float) -> None: ...
+
+
+class Owner(Protocol):
+    """Whoever decides when this device may work, and whose descriptor becomes readable when that changes."""
+
+    @property
+    def decision(self) -> Decision: ...
+
+    @property
+    def restart(self) -> str:
+        """Why the agent must begin again; empty: it need not."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def heard(self) -> None: ...
+
+    def count(self, size: int) -> None:
+        """So many bytes have been moved."""
+        ...
 
 
 @dataclass
@@ -53,8 +94,23 @@ class Tally:
 
 
 class Worker:
-    def __init__(self, endpoint: str, join: Join, kernel: Kernel, stop: Stop, *, once: bool = False) -> None:
-        self._endpoint, self._join, self._kernel, self._stop, self._once = endpoint, join, kernel, stop, once
+    def __init__(
+        self,
+        endpoint: str,
+        join: Join,
+        kernel: Kernel,
+        stop: Stop,
+        owner: Owner,
+        *,
+        once: bool = False,
+        tell: Callable[[str, str, float | None], None] = lambda state, why, until_s: None,
+    ) -> None:
+        """`tell`: what the agent does, why, and until when, whenever that changes."""
+        self._endpoint, self._join, self._stop, self._owner, self._once = endpoint, join, stop, owner, once
+        self._kernel, self._part_flops = kernel, PART_S * float(join.profiles["flops"][0])
+        self._memory_bytes = int(join.profiles["memory_bytes"].sum())
+        self._tell = tell
+        self._newer = False  # the server speaks a later version of the protocol
         self.tally = Tally()
 
     def run(self) -> int:
@@ -63,31 +119,55 @@ class Worker:
         backoff_s = BACKOFF_S[0]
         try:
             while not self._stop.requested:
-                served = self.tally.blocks
+                if self._owner.restart:
+                    return RESTART
+                if not self._owner.decision.may_work:
+                    self._wait_for_permission()
+                    backoff_s = BACKOFF_S[0]
+                    continue
+                served, begun = self.tally.blocks, time.monotonic()
+                self._tell("joining", self._endpoint, None)
                 ending = self._session(context)
                 if isinstance(ending, Refused) and ending.final:
                     log.error("the server at %s refused this device: %s", self._endpoint, ending.reason)
-                    return 2
+                    self._tell("refused", ending.reason, None)
+                    return UPDATE if self._newer else 2
                 if self._stop.requested or (self._once and isinstance(ending, Goodbye)):
                     break
-                if self.tally.blocks > served:
+                if self._must_leave() is not None:
+                    continue
+                if self.tally.blocks > served or time.monotonic() - begun > BACKOFF_S[1]:
                     backoff_s = BACKOFF_S[0]
                 wait_s = backoff_s * random.uniform(0.5, 1.0)
+                why = ending.reason if ending is not None else f"no word from {self._endpoint}"
                 log.info("joining again in %.1f s", wait_s)
+                self._tell("waiting", why, wait_s)
                 self._stop.wait(wait_s)
                 backoff_s = min(2 * backoff_s, BACKOFF_S[1])
             return 0
         finally:
             context.destroy(linger=500)
 
+    def _wait_for_permission(self) -> None:
+        """Until the owner's rules say something else, or the owner ends it."""
+        decision = self._owner.decision
+        log.info("not working: %s%s", decision.reason, _until(decision))
+        self._tell("suspended", decision.reason, decision.until_s)
+        poller = zmq.Poller()
+        for source in (self._stop.fileno(), self._owner.fileno()):
+            poller.register(source, zmq.POLLIN)
+        while not self._stop.requested and not self._owner.restart and self._owner.decision.broken == decision.broken:
+            poller.poll(60_000)
+            self._owner.heard()
+
     def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> Refused | Goodbye | None:
         """One stay at the server, from joining to its end; what the server said last, None if the line broke."""
-        line = Connection(context, self._endpoint, self._join, receive_ahead=1)
+        line = Connection(context, self._endpoint, self._join, receive_ahead=1, count=self._owner.count)
         operands = Operands()
         bell, ear = _bell(context)
-        computer = Computer(operands, self._kernel, ring=lambda: bell.send(b""))
+        computer = Computer(operands, self._kernel, lambda: bell.send(b""), self._part_flops)
         poller = zmq.Poller()
-        for source in (line.socket, ear, self._stop.fileno()):
+        for source in (line.socket, ear, self._stop.fileno(), self._owner.fileno()):
             poller.register(source, zmq.POLLIN)
         computer.start()
         try:
@@ -97,12 +177,14 @@ class Worker:
                 if not reading:
                     line.excuse()
                 events = dict(poller.poll(int(line.heartbeat_s * 500)))
-                if self._stop.requested:
+                if (leave := self._must_leave()) is not None:
                     self._return(line, computer)
-                    line.send(Leave(np.arange(len(self._join.profiles), dtype="<u4"), "the owner stopped the agent"))
+                    line.send(leave)
                     line.close(linger_s=1.0)
-                    log.info("left")
+                    log.info("left: %s", leave.reason)
                     return None
+                if self._owner.fileno() in events:
+                    self._owner.heard()
                 if ear in events:
                     while ear.poll(0):
                         ear.recv()
@@ -112,6 +194,9 @@ class Worker:
                         case Work() as work:
                             try:
                                 operands.accept(work)
+                                if operands.bytes > MEMORY_SLACK * self._memory_bytes:
+                                    lent = format_size(self._memory_bytes)
+                                    raise WireError(f"{format_size(operands.bytes)} of operands, {lent} are lent")
                             except WireError as error:
                                 log.warning("the server sent work that does not add up (%s): joining again", error)
                                 return None
@@ -122,20 +207,33 @@ class Worker:
                         case Welcome(run=run):
                             self.tally.sessions += 1
                             log.info("joined %s, run %s", self._endpoint, run)
+                            self._tell("working", run, None)
                         case Refused() | Goodbye() as ending:
                             log.info("the server said: %s", ending.reason)
+                            self._newer = (line.their_version or 0) > VERSION
                             return ending
                 line.beat()
                 if line.lost:
                     log.info("no word from %s: is the server running?", self._endpoint)
                     return None
         finally:
+            computer.abandoned = True
             computer.inbox.put(None)
             computer.join()
             for socket in (bell, ear):
                 socket.close(linger=0)
             if not line.socket.closed:
                 line.close()
+
+    def _must_leave(self) -> Leave | None:
+        """What to say, if it is time to go. What has not been computed by then is handed back by it."""
+        everybody = np.arange(len(self._join.profiles), dtype="<u4")
+        if self._stop.requested:
+            return Leave(everybody, "the owner stopped the agent")
+        if why := self._owner.restart:
+            return Leave(everybody, why, 10.0)
+        decision = self._owner.decision
+        return None if decision.may_work else Leave(everybody, decision.reason, decision.until_s)
 
     def _return(self, line: Connection, computer: Computer) -> None:
         while True:
@@ -153,13 +251,18 @@ class Worker:
 class Computer(threading.Thread):
     """Computes blocks in the order they came. Answers of small blocks travel together."""
 
-    def __init__(self, operands: Operands, kernel: Kernel, ring: Callable[[], object]) -> None:
+    def __init__(
+        self, operands: Operands, kernel: Kernel, ring: Callable[[], object], part_flops: float = math.inf
+    ) -> None:
+        """`part_flops`: of a part of a block, between two of which `abandoned` ends it all."""
         super().__init__(name="compute", daemon=True)
+        self.abandoned = False
         self.inbox: SimpleQueue[list[BlockRow] | None] = SimpleQueue()
         self.outbox: SimpleQueue[Result] = SimpleQueue()
         self.cancelled: set[tuple[int, int]] = set()
         self._spent: dict[tuple[int, int], float] = {}  # seconds so far of blocks that come in chunks
-        self._operands, self._kernel, self._ring = operands, kernel, ring
+        self._operands, self._ring = operands, ring
+        self._kernel = InParts(kernel, part_flops, lambda: self.abandoned)
         self._chunks_given = self._chunks_done = 0  # each counted by one thread
 
     def give(self, rows: list[BlockRow]) -> None:
@@ -172,6 +275,10 @@ class Computer(threading.Thread):
         return self._chunks_given > self._chunks_done
 
     def run(self) -> None:
+        with contextlib.suppress(Abandoned):
+            self._compute_all()
+
+    def _compute_all(self) -> None:
         while (rows := self.inbox.get()) is not None:
             answers: list[tuple[int, int, int, int, int, float, int]] = []
             cells: list[Array] = []
@@ -224,6 +331,10 @@ class Computer(threading.Thread):
 
 
 _NOTHING: Array = np.empty(0, dtype=np.float32)
+
+
+def _until(decision: Decision) -> str:
+    return "" if decision.until_s is None else f"; for another {format_duration(decision.until_s)}"
 
 
 def _bell(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

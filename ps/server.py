@@ -45,6 +45,7 @@ from agent.wire import (
     decode,
 )
 from ps.assignments import REACTION_S
+from ps.attendance import Attendance
 from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -106,6 +107,8 @@ class Server:
         self.labels: list[str] = []  # one a device, by id
         self.suspended: dict[int, str] = {}  # device -> why it gets no more work
         self.notice: Callable[[str], None] = log.warning
+        self.note: Callable[..., None] = lambda event, **fields: None  # an event of a real device, for the results
+        self.attendance = Attendance()
         self.error: BaseException | None = None
         self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
@@ -194,6 +197,11 @@ class Server:
     def wait_for_devices(self, count: int, timeout_s: float) -> bool:
         with self._joined:
             return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
+
+    def wait_for_real_devices(self, count: int, timeout_s: float) -> bool:
+        present = self.attendance.present
+        with self._joined:
+            return self._joined.wait_for(lambda: len(present) >= count or self.error is not None, timeout_s)
 
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
@@ -324,7 +332,13 @@ class Server:
         new = range(first, first + len(message.profiles))
         peer.add(new)
         self._peer_of += [peer] * len(new)
-        self.labels += [printable(label) for label in message.labels]
+        labels = [printable(label) for label in message.labels]
+        self.labels += labels
+        before = self.attendance.joined(new, labels, message.about, identity, self._now_s())
+        if (old := self._peers.get(before or b"")) is not None:
+            self._lose(old, "it has joined again, from elsewhere")
+        if first in self.attendance.real:
+            self.note("real", name=labels[0], device=first, kernel=printable(message.about.get("kernel", "")))
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
@@ -336,7 +350,15 @@ class Server:
         if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
         leaving = sorted({peer.ids[index] for index in message.devices.tolist()})
-        self._forget([d for d in leaving if self._dispatcher.devices[d].alive])
+        leaving = [d for d in leaving if self._dispatcher.devices[d].alive]
+        reason, until_s = printable(message.reason), message.until_s
+        for device in leaving:
+            blocks = len(self._dispatcher.devices[device].in_flight)
+            text = self.attendance.left(device, self.labels[device], reason, until_s, blocks, self._now_s())
+            if text:
+                self.notice(text)
+                self.note("left", name=self.labels[device], reason=reason, until_s=until_s, blocks=blocks)
+        self._forget(leaving)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
@@ -350,6 +372,7 @@ class Server:
         self._forget(gone)
 
     def _forget(self, devices: list[int]) -> None:
+        self.attendance.gone(devices)
         with self._joined:
             self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
@@ -466,6 +489,7 @@ class Server:
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
+                    self.attendance.gone([device])
                     with self._joined:
                         self._alive -= 1
                 case CheckJob(job=job):

@@ -1,0 +1,2 @@
+def update() -> int:
+    return 2
