@@ -1,10 +1,12 @@
-"""Lend this device to a server: `python -m agent --ps tcp://HOST:PORT`. Measure it: `python -m agent measure`.
+"""Lend this device to a server: `python -m agent --invitation LINK`, and from then on `python -m agent`; or, on the
+server's own machine, `--ps tcp://127.0.0.1:PORT`. Measure it: `python -m agent measure`.
 
 When it may work is up to its owner: `python -m agent rules`. Why it does not: `python -m agent status`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import platform
@@ -40,34 +42,35 @@ def _lend(words: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     stop = SignalStop()  # first, so that no signal finds us without it
 
-    from agent.rules import rules_file
-    from agent.state import Identity, state_folder
-    from agent.traffic import Meter
-    from agent.watch import Watch
+    from agent.rules import read_rules, rules_file
+    from agent.state import Identity, open_folder
 
     try:
-        folder = state_folder()
-        identity = Identity(options.name)
-        watch = Watch(rules_file(), Meter(folder / "traffic.json"), _is_loopback(options.ps))
-    except (OSError, ValueError) as error:
+        folder = open_folder(options.state)
+        identity = Identity(folder, options.name)
+        rules = read_rules(rules_file())
+    except ValueError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
-    threads = min(options.threads, watch.rules.threads or options.threads)
+    threads = min(options.threads, rules.threads or options.threads)
     _limit_threads(threads)
 
     import numpy as np
 
     from agent.known import know
-    from agent.probe import check_address
+    from agent.line import find_line
     from agent.profile import Profile, pack_profiles
     from agent.status import Status
+    from agent.traffic import Meter
     from agent.units import parse_duration, parse_rate, parse_size
+    from agent.watch import Watch
     from agent.wire import Join
     from agent.worker import RESTART, UPDATE, Worker
 
     log = logging.getLogger("agent")
+    resources = contextlib.ExitStack()
     try:
-        check_address(options.ps)
+        line = resources.enter_context(find_line(options.ps, options.invitation, options.state))
         parse_size(options.memory)
         known = know(folder, options.name, threads, options.kernel, options.memory, not options.unmeasured)
         measured = known.measured
@@ -101,28 +104,29 @@ def _lend(words: list[str]) -> int:
     }
     if known.profile is not None:
         about["profile"] = known.profile
-    status = Status(folder, name=options.name, server=options.ps, kernel=measured.kernel.name, flops=measured.flops)
-    watch.start()
-    try:
+    server = line.endpoints[0]
+    status = Status(folder, name=options.name, server=server, kernel=measured.kernel.name, flops=measured.flops)
+    over_cable = all(_is_loopback(endpoint) for endpoint in line.endpoints)
+    with resources, Watch(rules_file(), rules, Meter(folder / "traffic.json"), over_cable) as watch:
         worker = Worker(
-            options.ps,
-            Join(pack_profiles([profile]), [options.name], about),
+            line.endpoints,
+            Join(pack_profiles([profile]), [options.name], about, line.token),
             measured.kernel,
             stop,
             watch,
             once=options.once,
+            curve=line.curve,
+            on_welcome=line.welcomed,
             tell=status.tell,
         )
         code = worker.run()
-    finally:
-        watch.stop()
     log.info(
         "%d blocks in %.1f s of computing, %d failed", worker.tally.blocks, worker.tally.compute_s, worker.tally.failed
     )
     if code == UPDATE:
         from agent.update import update
 
-        code = update()
+        code = update(folder)
     if code == RESTART:
         log.info("beginning again")
         sys.stderr.flush()
@@ -170,9 +174,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m agent",
         description="Lend this device to a Cleave parameter server. It computes blocks of matrix products and returns "
         "them; it keeps nothing and sends nothing else. Ctrl-C leaves politely.",
-        epilog="example: python -m agent --ps tcp://127.0.0.1:5555 --threads 2",
+        epilog="example: python -m agent --invitation 'cleave://...'; afterwards: python -m agent",
     )
-    parser.add_argument("--ps", required=True, metavar="ADDRESS", help="the server, as it printed it: tcp://HOST:PORT")
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--invitation", metavar="LINK", help="from the server's owner; needed once, then remembered")
+    server.add_argument("--ps", metavar="ADDRESS", help="a server on this machine, as it printed it: tcp://HOST:PORT")
+    parser.add_argument("--state", metavar="FOLDER", help="where keys and the server are remembered")
     parser.add_argument("--name", default=platform.node() or "device", help="what people read in tables (%(default)s)")
     parser.add_argument("--threads", type=_positive, default=1, help="cores to lend (%(default)s)")
     parser.add_argument("--memory", default="512 MB", help="memory to lend (%(default)s)")

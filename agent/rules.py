@@ -15,8 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from agent.errors import UserError
+from agent.files import write_private
 from agent.owner import Rules, RulesError, parse_rule, parse_rules
-from agent.state import write_text
 
 RULES = {
     "only_while_charging": ("true", "work only while it is plugged in"),
@@ -77,9 +77,9 @@ def set_rule(path: Path, key: str, value: str) -> None:
     _checked(text, path)  # never write what cannot be read
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+    write_private(path, text)
 
 
 def _literal(key: str, value: str) -> str:

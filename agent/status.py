@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.errors import UserError
-from agent.rules import rules_file
-from agent.state import read_json, state_folder, write_json
+from agent.rules import read_rules, rules_file
+from agent.state import open_folder, read_json, write_json
 from agent.traffic import Meter
 from agent.units import format_duration, format_size
 from agent.watch import Watch
@@ -32,16 +32,14 @@ class Status:
     def tell(self, state: str, why: str, until_s: float | None) -> None:
         now = time.time()
         known = {"state": state, "why": why, "since": now, "until": None if until_s is None else now + until_s}
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop
-            write_json(self._path, self._about | known)
+        with contextlib.suppress(UserError):  # a full disk is no reason to stop
+            write_json(self._path, self._about | known, durable=False)
 
 
-def found(rules: Path) -> dict[str, Any]:
+def found(folder: Path, rules: Path) -> dict[str, Any]:
     """The agent, as it wrote of itself, and what the rules say now. RulesError if they cannot be read."""
-    folder = state_folder()
-    watch = Watch(rules, Meter(folder / "traffic.json"), over_cable=False).start()
-    watch.stop()
-    decision, readings = watch.decision, watch.readings
+    with Watch(rules, read_rules(rules), Meter(folder / "traffic.json"), over_cable=False) as watch:
+        decision, readings = watch.decision, watch.readings
     agent = read_json(folder / FILE)
     running = isinstance(agent.get("pid"), int) and agent.get("state") != "ended" and _alive(agent["pid"])
     return {
@@ -83,11 +81,12 @@ def lines(status: dict[str, Any]) -> list[str]:
 def run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m agent status", description="What the agent does, and why not.")
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--state", metavar="FOLDER", help="of the agent, if it has its own")
     options = parser.parse_args(words)
     logging.disable(logging.WARNING)  # what is missing is in the answer
     try:
-        status = found(rules_file())
-    except (UserError, OSError) as error:
+        status = found(open_folder(options.state), rules_file())
+    except UserError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
     if options.json:

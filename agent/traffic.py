@@ -10,7 +10,9 @@ import threading
 from datetime import date
 from pathlib import Path
 
-from agent.state import locked, read_json, write_json
+from agent.errors import UserError
+from agent.files import locked
+from agent.state import read_json, write_json
 
 
 class Meter:
@@ -32,7 +34,7 @@ class Meter:
             return self._fresh + (self._kept[1] if self._kept[0] == day.isoformat() else 0)
 
     def keep(self, day: date) -> None:
-        """Write it down. What was counted around midnight belongs to the new day. OSError if it cannot be written."""
+        """Write it down. What was counted around midnight belongs to the new day. UserError if it cannot be written."""
         with self._lock:
             fresh, self._fresh = self._fresh, 0
         try:
@@ -41,8 +43,8 @@ class Meter:
                 total = known.get("bytes")
                 before = total if known.get("day") == day.isoformat() and isinstance(total, int) else 0
                 if fresh:
-                    write_json(self._path, {"day": day.isoformat(), "bytes": before + fresh})
-        except OSError:
+                    write_json(self._path, {"day": day.isoformat(), "bytes": before + fresh}, durable=False)
+        except UserError:
             with self._lock:
                 self._fresh += fresh
             raise

@@ -1,2 +1,5 @@
-def update() -> int:
+from pathlib import Path
+
+
+def update(folder: Path) -> int:
     return 2

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from agent.errors import UserError
-from agent.owner import Decision, Readings, decide
+from agent.owner import Decision, Readings, Rules, decide
 from agent.rules import read_rules
 from agent.sensors import COMMAND_S, OFTEN_S, SELDOM_S, BatterySensor, NetworkSensor, Sampler
 from agent.traffic import Meter
@@ -28,17 +28,16 @@ KEEP_S = 2.0  # between two times that the bytes of today are written down
 
 
 class Watch:
-    def __init__(self, path: Path, meter: Meter, over_cable: bool) -> None:
-        """`path`: the rules' file. `over_cable`: the server is reached without a network, as by adb. RulesError if the
-        rules cannot be read."""
-        self.rules = read_rules(path)
+    def __init__(self, path: Path, rules: Rules, meter: Meter, over_cable: bool) -> None:
+        """`path`: the file of the rules. `over_cable`: the server is reached without a network, as by adb."""
+        self.rules = rules
         self.decision = Decision(True)
         self.readings = Readings()
         self.meter = meter
         self._path, self._over_cable = path, over_cable
         self._stamp = self._seen = _stamp(path)
         self._seen_s = 0.0
-        self._threads = self.rules.threads
+        self._threads = rules.threads
         self._news = threading.Event()
         self._ended = False
         self._said: set[str] = set()
@@ -52,7 +51,7 @@ class Watch:
         for end in (self._read, self._write):
             end.setblocking(False)
 
-    def start(self) -> Watch:
+    def __enter__(self) -> Watch:
         """Returns when the sensors that matter have been read once, or do not answer."""
         self._keep()  # what was moved today before this start
         self._ask_sensors()
@@ -66,7 +65,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended = True
         self._news.set()
         for sampler in (self._battery, self._network):
@@ -163,10 +162,10 @@ class Watch:
         self._kept_s = time.monotonic()
         try:
             self.meter.keep(datetime.now().date())
-        except OSError as error:
+        except UserError as error:
             if not self._said_traffic:
                 self._said_traffic = True
-                log.warning("cannot write down the bytes of today: %s", error)
+                log.warning("the bytes of today are not kept: %s", error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is about to wake anyway

@@ -8,36 +8,33 @@ holds the sender back, so memory stays within three chunks.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
-import math
 import random
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from queue import Empty
 from typing import Protocol
 
 import numpy as np
 import zmq
 
+from agent.computer import Computer
 from agent.connection import Connection
-from agent.kernels import Abandoned, Array, InParts, Kernel
-from agent.operands import BlockRow, Operands
+from agent.kernels import Kernel
+from agent.keys import Curve
+from agent.operands import Operands
 from agent.owner import Decision
 from agent.units import format_duration, format_size
 from agent.wire import (
-    ANSWER,
     DONE,
-    FAILED,
     VERSION,
     Cancel,
     Goodbye,
     Join,
     Leave,
     Refused,
-    Result,
     Welcome,
     WireError,
     Work,
@@ -45,8 +42,6 @@ from agent.wire import (
 
 log = logging.getLogger(__name__)
 
-FLUSH_BYTES = 1 << 20  # answers travel together until they are this many bytes
-FLUSH_S = 0.005  # or this old
 BACKOFF_S = (0.5, 30.0)
 PART_S = 0.25  # of computing, about; so long a block goes on after its device has left
 MEMORY_SLACK = 1.25  # pieces of blocks that were called off stay until their job ends
@@ -96,20 +91,24 @@ class Tally:
 class Worker:
     def __init__(
         self,
-        endpoint: str,
+        endpoints: Sequence[str],
         join: Join,
         kernel: Kernel,
         stop: Stop,
         owner: Owner,
         *,
         once: bool = False,
+        curve: Curve | None = None,
+        on_welcome: Callable[[], None] | None = None,
         tell: Callable[[str, str, float | None], None] = lambda state, why, until_s: None,
     ) -> None:
-        """`tell`: what the agent does, why, and until when, whenever that changes."""
-        self._endpoint, self._join, self._stop, self._owner, self._once = endpoint, join, stop, owner, once
+        """`endpoints` of one server are tried in turn. `on_welcome` is called when it has taken us in. `tell`: what the
+        agent does, why, and until when, whenever that changes."""
+        self._endpoints, self._join, self._stop, self._owner, self._once = endpoints, join, stop, owner, once
+        self._endpoint = endpoints[0]
+        self._curve, self._on_welcome, self._tell = curve, on_welcome, tell
         self._kernel, self._part_flops = kernel, PART_S * float(join.profiles["flops"][0])
         self._memory_bytes = int(join.profiles["memory_bytes"].sum())
-        self._tell = tell
         self._newer = False  # the server speaks a later version of the protocol
         self.tally = Tally()
 
@@ -117,6 +116,7 @@ class Worker:
         """Serve until told to stop; the exit code. 2: the server will not have us."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         backoff_s = BACKOFF_S[0]
+        turns = itertools.cycle(self._endpoints)
         try:
             while not self._stop.requested:
                 if self._owner.restart:
@@ -125,7 +125,7 @@ class Worker:
                     self._wait_for_permission()
                     backoff_s = BACKOFF_S[0]
                     continue
-                served, begun = self.tally.blocks, time.monotonic()
+                served, begun, self._endpoint = self.tally.blocks, time.monotonic(), next(turns)
                 self._tell("joining", self._endpoint, None)
                 ending = self._session(context)
                 if isinstance(ending, Refused) and ending.final:
@@ -162,7 +162,9 @@ class Worker:
 
     def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> Refused | Goodbye | None:
         """One stay at the server, from joining to its end; what the server said last, None if the line broke."""
-        line = Connection(context, self._endpoint, self._join, receive_ahead=1, count=self._owner.count)
+        line = Connection(
+            context, self._endpoint, self._join, receive_ahead=1, curve=self._curve, count=self._owner.count
+        )
         operands = Operands()
         bell, ear = _bell(context)
         computer = Computer(operands, self._kernel, lambda: bell.send(b""), self._part_flops)
@@ -208,11 +210,17 @@ class Worker:
                             self.tally.sessions += 1
                             log.info("joined %s, run %s", self._endpoint, run)
                             self._tell("working", run, None)
+                            self._join = replace(self._join, token="")  # from now on our key is enough
+                            if self._on_welcome is not None:
+                                self._on_welcome()
                         case Refused() | Goodbye() as ending:
                             log.info("the server said: %s", ending.reason)
                             self._newer = (line.their_version or 0) > VERSION
                             return ending
                 line.beat()
+                if line.turned_away:
+                    log.warning("%s is not the server of the invitation: it has not its key", self._endpoint)
+                    return None
                 if line.lost:
                     log.info("no word from %s: is the server running?", self._endpoint)
                     return None
@@ -246,91 +254,6 @@ class Worker:
             self.tally.blocks += int((status == DONE).sum())
             self.tally.failed += int((status != DONE).sum())
             self.tally.compute_s += float(result.answers["compute_s"].sum())
-
-
-class Computer(threading.Thread):
-    """Computes blocks in the order they came. Answers of small blocks travel together."""
-
-    def __init__(
-        self, operands: Operands, kernel: Kernel, ring: Callable[[], object], part_flops: float = math.inf
-    ) -> None:
-        """`part_flops`: of a part of a block, between two of which `abandoned` ends it all."""
-        super().__init__(name="compute", daemon=True)
-        self.abandoned = False
-        self.inbox: SimpleQueue[list[BlockRow] | None] = SimpleQueue()
-        self.outbox: SimpleQueue[Result] = SimpleQueue()
-        self.cancelled: set[tuple[int, int]] = set()
-        self._spent: dict[tuple[int, int], float] = {}  # seconds so far of blocks that come in chunks
-        self._operands, self._ring = operands, ring
-        self._kernel = InParts(kernel, part_flops, lambda: self.abandoned)
-        self._chunks_given = self._chunks_done = 0  # each counted by one thread
-
-    def give(self, rows: list[BlockRow]) -> None:
-        self._chunks_given += sum(row[13] > 1 for row in rows)
-        self.inbox.put(rows)
-
-    @property
-    def streaming(self) -> bool:
-        """Is a chunk of a streamed block waiting to be computed?"""
-        return self._chunks_given > self._chunks_done
-
-    def run(self) -> None:
-        with contextlib.suppress(Abandoned):
-            self._compute_all()
-
-    def _compute_all(self) -> None:
-        while (rows := self.inbox.get()) is not None:
-            answers: list[tuple[int, int, int, int, int, float, int]] = []
-            cells: list[Array] = []
-            size, opened = 0, time.perf_counter()
-            for row in rows:
-                device, job, block = row[:3]
-                begin = time.perf_counter()
-                status, product = self._compute(row)
-                now = time.perf_counter()
-                seconds = self._spent.pop((job, block), 0.0) + now - begin
-                if row[13] > 1:
-                    self._chunks_done += 1
-                    self._ring()
-                if product is None:
-                    if row[12] + 1 < row[13]:
-                        self._spent[job, block] = seconds
-                    continue
-                answers.append((device, job, block, status, product.size, seconds, 0))
-                cells.append(product.reshape(-1))
-                size += product.nbytes
-                if size >= FLUSH_BYTES or now - opened >= FLUSH_S:
-                    self._flush(answers, cells)
-                    answers, cells, size, opened = [], [], 0, now
-            if answers:
-                self._flush(answers, cells)
-
-    def _compute(self, row: BlockRow) -> tuple[int, Array | None]:
-        """Status and product; None: there is nothing to answer, or not yet."""
-        job, block, last = row[1], row[2], row[12] + 1 == row[13]
-        if (job, block) in self.cancelled:
-            if last:
-                self.cancelled.discard((job, block))
-            self._operands.skip(row)
-            return DONE, None
-        try:
-            return DONE, self._operands.product(row, self._kernel)
-        except KeyError:
-            return DONE, None  # dropped while it waited: somebody else has answered
-        except (MemoryError, WireError) as error:
-            log.warning("block %d of job %d failed: %s", block, job, error or "not enough memory")
-            self._operands.skip(row)
-            if not last:
-                self.cancelled.add((job, block))  # the rest of it is of no use
-            return FAILED, _NOTHING
-
-    def _flush(self, answers: list[tuple[int, int, int, int, int, float, int]], cells: list[Array]) -> None:
-        data = cells[0] if len(cells) == 1 else np.concatenate(cells)
-        self.outbox.put(Result(np.array(answers, dtype=ANSWER), data))
-        self._ring()
-
-
-_NOTHING: Array = np.empty(0, dtype=np.float32)
 
 
 def _until(decision: Decision) -> str:

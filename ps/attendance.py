@@ -37,11 +37,11 @@ class Attendance:
 
     def joined(
         self, ids: Sequence[int], labels: Sequence[str], about: Mapping[str, str], identity: bytes, at_s: float
-    ) -> bytes | None:
-        """Real devices have come. The connection by which the same device was here before, if it had another one: a
-        phone that changes its network is back before its old connection is missed."""
+    ) -> bytes:
+        """Real devices have come. The connection by which the same device was here before, if it had another one, or
+        nothing: a phone that changes its network is back before its old connection is missed."""
         if about.get("kind") == "pod":
-            return None
+            return b""
         self.real.update(ids)
         self.present.update(ids)
         for departure in self.departures:
@@ -51,11 +51,11 @@ class Attendance:
         if 0 < len(profile) <= MOST_PROFILE and len(self.profiles) < MOST:
             self.profiles[labels[0]] = profile
         if not device:
-            return None
-        before = self._connection.pop(device, None)
+            return b""
+        before = self._connection.pop(device, b"")
         if len(self._connection) < MOST:
             self._connection[device] = identity
-        return before if before != identity else None
+        return before if before != identity else b""
 
     def gone(self, ids: Sequence[int]) -> None:
         self.present.difference_update(ids)

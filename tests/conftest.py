@@ -55,7 +55,7 @@ class Serve(Protocol):
 def no_state_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Agents of tests neither know nor change what this machine's owner has set."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CLEAVE_STATE", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("CLEAVE_AGENT_STATE", str(tmp_path_factory.mktemp("state")))
         patch.setenv("CLEAVE_RULES", os.devnull)
         yield
 

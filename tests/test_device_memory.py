@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import zmq
 
+from agent.computer import Computer
 from agent.kernels import Array, NumpyKernel
 from agent.operands import BlockRow, Operands
 from agent.profile import Profile, pack_profiles
 from agent.wire import ANSWER, DONE, FAILED, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
-from agent.worker import Computer
 from ps.cost import block_seconds, chunk_length
 from ps.jobs import Product
 from ps.operands import Operand, streamed

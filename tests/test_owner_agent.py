@@ -79,7 +79,7 @@ class Phone:
 def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phone:
     found = Phone(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CLEAVE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("CLEAVE_AGENT_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("CLEAVE_RULES", str(found.rules_file))
     return found
 
@@ -250,5 +250,5 @@ def test_a_phone_with_a_new_address_is_the_same_device_at_once(
     second: Program = start("agent", "--ps", server.address, "--name", "agent-0", *FAST)
     product.check()
     assert server.devices == 1
-    assert any("lost agent-0 (it has joined again, from elsewhere)" in text for text in noticed)
+    assert any("lost agent-0 (it has joined again from elsewhere)" in text for text in noticed)
     assert second.running
