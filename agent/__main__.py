@@ -100,7 +100,7 @@ def _lend(words: list[str]) -> int:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
-        "system": platform.system(),
+        "system": "Android" if "ANDROID_ROOT" in os.environ else platform.system(),
     }
     if known.profile is not None:
         about["profile"] = known.profile

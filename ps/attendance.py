@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from agent.units import format_duration
 
-MOST = 1000  # departures and profiles that are kept
+MOST = 1000  # departures and devices of which something is kept
 MOST_PROFILE = 1 << 18  # characters of a profile
 
 
@@ -32,7 +32,7 @@ class Attendance:
         self.real: set[int] = set()  # devices, by id, that are not emulated; ids are never used twice
         self.present: set[int] = set()  # those of them that are there now
         self.departures: list[Departure] = []
-        self.profiles: dict[str, str] = {}  # what they measured of themselves, by name: a stranger's text
+        self.about: dict[str, dict[str, str]] = {}  # what they say of themselves, by name: a stranger's text
         self._connection: dict[str, bytes] = {}  # device as it calls itself -> its connection
 
     def joined(
@@ -47,9 +47,10 @@ class Attendance:
         for departure in self.departures:
             if departure.back_s is None and departure.name in labels:
                 departure.back_s = at_s
-        profile, device = about.get("profile", ""), about.get("device", "")
-        if 0 < len(profile) <= MOST_PROFILE and len(self.profiles) < MOST:
-            self.profiles[labels[0]] = profile
+        device = about.get("device", "")
+        if len(self.about) < MOST:
+            kept = {key: about[key] for key in ("profile", "system") if key in about}
+            self.about[labels[0]] = {key: text for key, text in kept.items() if len(text) <= MOST_PROFILE}
         if not device:
             return b""
         before = self._connection.pop(device, b"")
