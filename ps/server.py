@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
@@ -50,7 +48,7 @@ from ps.assignments import REACTION_S
 from ps.attendance import Attendance
 from ps.checking import Checking
 from ps.dispatcher import Dispatcher
-from ps.door import PASSING, open_door
+from ps.door import PASSING, open_router
 from ps.events import (
     AcceptBlocks,
     BlocksLost,
@@ -72,11 +70,11 @@ from ps.events import (
     TimePassed,
 )
 from ps.jobs import Live, Product, Totals
-from ps.listening import listening
 from ps.operands import Operand
 from ps.peers import Peer, missing_ones, printable
 from ps.planner import Planner
 from ps.records import Records
+from ps.requests import Requests
 from ps.shipping import Shipping
 
 log = logging.getLogger(__name__)
@@ -123,7 +121,7 @@ class Server:
         self._jobs: dict[int, Live] = {}
         self._peers: dict[bytes, Peer] = {}
         self._peer_of: list[Peer] = []  # by device id
-        self._submitted: deque[Callable[[], None]] = deque()  # what other threads ask this one to do
+        self._requests = Requests()
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
         self._checking = Checking(self._jobs, self.totals)
@@ -133,14 +131,8 @@ class Server:
         self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
-        self._context, self._router, self.address = listening(host, port, bool(listen))
-        try:
-            self._door = open_door(self._context, self._router, access, listen, lambda text: self.notice(text))
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        opened = open_router(host, port, listen, access, lambda text: self.notice(text))
+        self._context, self._router, self.address, self._door = opened
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
@@ -156,7 +148,7 @@ class Server:
         """Tell the devices, and end. Safe to call twice."""
         self._goodbye = reason
         self._stopping = True
-        self._wake()
+        self._requests.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
@@ -183,8 +175,7 @@ class Server:
     def _ask(self, something: Callable[[], None]) -> None:
         if self.error is not None:
             raise ServerError(f"the server has stopped: {self.error}")
-        self._submitted.append(something)
-        self._wake()
+        self._requests.add(something)
 
     @property
     def public_addresses(self) -> list[str]:
@@ -231,10 +222,6 @@ class Server:
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is about to wake anyway; closed: it has ended
-            self._wake_write.send(b"!")
-
     # ---- the server's thread
 
     def _serve(self) -> None:
@@ -252,14 +239,12 @@ class Server:
                 self._door.close()
             self._router.close()
             self._context.term()
-            self._wake_read.close()
-            self._wake_write.close()
+            self._requests.close()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        for source in self._door.sockets if self._door else ():
+        for source in (self._requests.fileno(), *(self._door.sockets if self._door else ())):
             poller.register(source, zmq.POLLIN)
         next_beat, next_look = time.monotonic(), self._now_s()
         while not self._stopping:
@@ -267,15 +252,14 @@ class Server:
             look_s = max(next_look, self._dispatcher.deadlines.next_s)
             until_look_s = self._clock.wait_s(int(1e9 * look_s)) if look_s < float("inf") else look_s
             timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
-            ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
+            ready = dict(poller.poll(0 if self._requests else int(timeout_s * 1000)))
             woke = time.perf_counter()
-            if self._wake_read.fileno() in ready:
-                self._wake_read.recv(4096)
+            if self._requests.fileno() in ready:
+                self._requests.heard()
             if self._door is not None:
                 self._door.attend()
             heard_all = self._read()
-            if self._submitted:
-                self._submitted.popleft()()  # one a turn: answers do not wait for all of them
+            self._requests.do_one()  # one a turn: answers do not wait for all of them
             if stuck:
                 for peer in list(self._peers.values()):
                     if not self._shipping.drain(peer):
@@ -302,7 +286,9 @@ class Server:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return True
-                self._receive(bytes(frames[0].buffer), self._door.key_of(frames[0]) if self._door else "", frames[1:])
+                key = self._door.key_of(frames[0]) if self._door else ""
+                if key is not None:
+                    self._receive(bytes(frames[0].buffer), key, frames[1:])
             return False
         finally:
             self._take_answers()
@@ -372,16 +358,8 @@ class Server:
 
     def _join(self, identity: bytes, key: str, message: Join) -> None:
         """A connection, or more devices of one that is there: they get the next indices."""
-        if key and self._door:
-            there = self._peers[identity].ids if identity in self._peers else []
-            present = sum(self._dispatcher.devices[device].alive for device in there)
-            guest = self._door.admit(key, message, present)
-            if isinstance(guest, Refusal):
-                self._shipping.reply(identity, Refused(guest.reason, final=guest not in PASSING))
-                return
-            for old in [p for p in self._peers.values() if p.key == key and p.identity != identity]:
-                if guest.devices == 1:  # its network has changed
-                    self._lose(old, "it has joined again from elsewhere")
+        if key and not self._may_join(identity, key, message):
+            return
         peer = self._peers.setdefault(identity, Peer(identity, time.monotonic(), message.about, key))
         first = len(self._peer_of)
         new = range(first, first + len(message.profiles))
@@ -400,6 +378,18 @@ class Server:
         with self._joined:
             self._alive += len(new)
             self._joined.notify_all()
+
+    def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
+        assert self._door is not None, "only a door has keys"
+        there = self._peers[identity].ids if identity in self._peers else []
+        guest = self._door.admit(key, message, sum(self._dispatcher.devices[device].alive for device in there))
+        if isinstance(guest, Refusal):
+            self._shipping.reply(identity, Refused(guest.reason, final=guest not in PASSING))
+            return False
+        if guest.devices == 1:  # a new address, the same device
+            for old in [p for p in self._peers.values() if p.key == key and p.identity != identity]:
+                self._lose(old, "it has joined again from elsewhere")
+        return True
 
     def _leave(self, peer: Peer, message: Leave) -> None:
         if np.any(message.devices >= len(peer.ids)):
