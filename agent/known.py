@@ -77,8 +77,18 @@ def _picked(profile: dict[str, Any], threads: int) -> Measured | None:
 
 
 def _measure(path: Path, name: str, threads: int, kernel: str | None, memory: str) -> None:
-    command = [sys.executable, "-m", "agent", "measure", "--quick", "--out", str(path), "--name", name]
-    command += ["--threads", str(threads), "--memory", memory, *(["--kernel", kernel] if kernel else [])]
+    command = [sys.executable, "-m", "agent", "measure", "--quick", "--faster", "--sustained", "0"]
+    command += [
+        "--out",
+        str(path),
+        "--name",
+        name,
+        "--threads",
+        str(threads),
+        "--memory",
+        memory,
+        *(["--kernel", kernel] if kernel else []),
+    ]
     here = str(Path(__file__).resolve().parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     try:
