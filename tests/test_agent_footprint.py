@@ -11,6 +11,7 @@ import pytest
 from processes import FAST, LIMIT_S, Multiplication
 
 from agent.known import is_current
+from ps.server import Server
 
 if TYPE_CHECKING:
     from conftest import Program, Serve, Start, Until
@@ -109,15 +110,17 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def first_start(start: Start, address: str) -> Program:
-    program = start("agent", "--ps", address, "--kernel", "numpy", *LINES, "--name", "phone")
+def first_start(start: Start, server: Server) -> Program:
+    there = server.devices
+    program = start("agent", "--ps", server.address, "--kernel", "numpy", *LINES, "--name", "phone")
     program.expect("joined", 2 * LIMIT_S)
+    assert server.wait_for_devices(there + 1, LIMIT_S)
     return program
 
 
 def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, serve: Serve, own_state: Path) -> None:
     server = serve()
-    first = first_start(start, server.address)
+    first = first_start(start, server)
     assert any("measuring this device, once" in line for line in first.said)
     profile = json.loads(server.attendance.about["phone"]["profile"])
     assert profile["complete"] is True
@@ -125,7 +128,7 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
     assert server.profiles["flops"][0] == profile["picked"]["flops"]
     kept = json.loads((own_state / "profile-1-numpy.json").read_text())
     assert kept == profile
-    again = first_start(start, server.address)
+    again = first_start(start, server)
     assert not any("measuring" in line for line in again.said)
     assert server.profiles["flops"][1] == profile["picked"]["flops"]
 
@@ -139,7 +142,7 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
 def test_a_device_that_cannot_be_measured_joins_all_the_same(start: Start, serve: Serve, own_state: Path) -> None:
     (own_state / "profile-1-numpy.json").mkdir()  # cannot be written
     server = serve()
-    program = first_start(start, server.address)
+    program = first_start(start, server)
     assert any("could not be measured" in line for line in program.said)
     assert "profile" not in server.attendance.about["phone"]
     Multiplication(server, (1, 60, 70, 80)).check()
