@@ -410,6 +410,7 @@ class Server:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
+        peer.close()
         if self._door is not None:
             self._door.left([peer.key])
         gone = [d for d in peer.ids if self._dispatcher.devices[d].alive]
