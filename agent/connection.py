@@ -51,9 +51,9 @@ class Connection:
         count: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`join`: what is said first. `receive_ahead`: messages taken off the network before they are asked for, at most;
-        0 is no limit. `curve`: keys of an encrypted line; without them it is plain. `count`: told the bytes of every
-        message."""
+        """`join`: what is said first. `receive_ahead`: messages taken off the network before they are asked for, at
+        most; 0 is no limit. `curve`: keys of an encrypted line; without them it is plain. `count`: told the bytes of
+        every message."""
         self.endpoint = endpoint
         self.their_version: int | None = None  # of the protocol, where it is not ours
         self._count = count
