@@ -48,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ps", metavar="ADDRESS", help="also measure the link to this server: tcp://HOST:PORT")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes and their order (%(default)s)")
+    parser.add_argument("--faster", action="store_true", help="only the kernel that is faster on a large product")
     parser.add_argument("--quick", action="store_true", help="a few seconds: enough to try it, not to calibrate")
 
 
@@ -64,17 +65,21 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     # after the threads of BLAS are set, which reads them when NumPy is first imported
     from agent.errors import UserError
-    from agent.kernels import available_kernels
+    from agent.kernels import available_kernels, pick_kernel
     from agent.probe import check_address, measure_link
     from agent.units import parse_size
 
     try:
         memory_bytes = parse_size(options.memory)
-        kernels, rejected = available_kernels(options.threads)
+        kernels, rejected = available_kernels(options.threads, options.kernel)
         if options.kernel is not None:
             kernels = [kernel for kernel in kernels if kernel.name == options.kernel]
             if not kernels:
                 raise UserError(f"kernel {options.kernel} cannot be used here: {rejected.get(options.kernel)}")
+        picked = pick_kernel(options.kernel, options.threads)
+        if options.faster:
+            kernels = [picked.kernel]
+            rejected = picked.rejected
         if options.ps is not None:
             check_address(options.ps)
         path = options.out or Path(f"profile-{options.name}.json")
@@ -97,6 +102,12 @@ def _run(options: argparse.Namespace) -> int:
         "memory": {"available_bytes": available_memory(), "budget_bytes": memory_bytes},
         "kernels": [kernel.name for kernel in kernels],
         "rejected": rejected,
+        "picked": {
+            "kernel": picked.kernel.name,
+            "flops": picked.flops,
+            "overhead_s": picked.overhead_s,
+            "rejected": picked.rejected,
+        },
         "link": None,
     }
     code = 0

@@ -32,6 +32,7 @@ ZERO_COPY_BYTES = 1 << 16
 MAX_ROWS = 1 << 20  # blocks in one message, devices in one join
 MAX_TOKEN = 128
 MAX_PROBE_BYTES = 8 << 20  # each way, to measure a link
+MAX_AWAY_S = 1e8  # three years: until when a device says that it is away
 
 _HEADER = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, count, stamp_ns
 
@@ -120,6 +121,8 @@ class Welcome:
 class Refused:
     reason: str
     final: bool  # False: join again
+    bundle_url: str = ""  # where an agent is that speaks the server's version; "" if it does not say
+    bundle_sha256: str = ""  # and its checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,8 @@ class Heartbeat:
 class Leave:
     devices: NDArray[np.uint32]
     reason: str
+    until_s: float | None = None  # seconds from now until they may be back; None: nobody knows
+    name: str = ""  # of a device that has not joined, because it may not work: it says so, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +195,13 @@ def encode(message: Message) -> list[Frame]:
         case Welcome():
             return [_head(Kind.WELCOME, 0), _dump({"heartbeat_s": message.heartbeat_s, "run": message.run})]
         case Refused():
-            return [_head(Kind.REFUSED, 0), _dump({"reason": message.reason, "final": message.final})]
+            refused: dict[str, Any] = {"reason": message.reason, "final": message.final}
+            bundle = {"bundle_url": message.bundle_url, "bundle_sha256": message.bundle_sha256}
+            return [_head(Kind.REFUSED, 0), _dump(refused | {key: value for key, value in bundle.items() if value})]
         case Leave():
-            return [_head(Kind.LEAVE, len(message.devices)), message.devices, _dump({"reason": message.reason})]
+            left: dict[str, Any] = {"reason": message.reason, "until_s": message.until_s}
+            text = _dump(left | {"name": message.name} if message.name else left)
+            return [_head(Kind.LEAVE, len(message.devices)), message.devices, text]
         case Goodbye():
             return [_head(Kind.GOODBYE, 0), _dump({"reason": message.reason})]
         case Probe():
@@ -252,11 +261,15 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
                 raise WireError("WELCOME without a heartbeat_s between 0.01 and 3600")
             return Welcome(float(heartbeat_s), _text(text, "run", "WELCOME"))
         case Kind.REFUSED:
-            text = _load(body, 0, 1, "REFUSED")
-            return Refused(_text(text, "reason", "REFUSED"), text.get("final") is True)
+            return _decode_refused(body)
         case Kind.LEAVE:
             text = _load(body, 1, 2, "LEAVE")
-            return Leave(_table(body[0], np.dtype("<u4"), count, "devices"), _text(text, "reason", "LEAVE"))
+            until_s = text.get("until_s")
+            if until_s is not None and not (type(until_s) in (int, float) and 0 <= until_s <= MAX_AWAY_S):
+                raise WireError(f"LEAVE whose until_s is not a number of seconds up to {MAX_AWAY_S:g}")
+            devices = _table(body[0], np.dtype("<u4"), count, "devices")
+            name = _text(text, "name", "LEAVE") if "name" in text else ""
+            return Leave(devices, _text(text, "reason", "LEAVE"), None if until_s is None else float(until_s), name)
         case Kind.GOODBYE:
             return Goodbye(_text(_load(body, 0, 1, "GOODBYE"), "reason", "GOODBYE"))
         case Kind.PROBE:
@@ -268,6 +281,24 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
                 raise WireError(f"PROBE with {len(body[1])} bytes, {size} were announced")
             return Probe(token, wanted, body[1])
     raise WireError(f"unknown kind of message: {kind}")
+
+
+def refusal_of_another_version(frames: Sequence[zmq.Frame | bytes]) -> Refused | None:
+    """REFUSED keeps its form in all versions, so that an old agent learns where a new one is. None if it is not one."""
+    buffers = [f if isinstance(f, bytes) else f.buffer for f in frames[:3]]
+    head = bytes(buffers[0])
+    if len(head) != _HEADER.size or head[5] != Kind.REFUSED:
+        return None
+    try:
+        return _decode_refused(buffers[1:])
+    except WireError:
+        return None
+
+
+def _decode_refused(body: Sequence[Any]) -> Refused:
+    text = _load(body, 0, 1, "REFUSED")
+    bundle = {key: _text(text, key, "REFUSED") for key in ("bundle_url", "bundle_sha256") if key in text}
+    return Refused(_text(text, "reason", "REFUSED"), text.get("final") is True, **bundle)
 
 
 def _decode_work(body: Sequence[Any], count: int, stamp_ns: int) -> Work:

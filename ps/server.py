@@ -45,6 +45,7 @@ from ps.access import REVOKED, Refusal
 from ps.access_file import AccessFile
 from ps.answers import Answers
 from ps.assignments import REACTION_S
+from ps.attendance import Attendance
 from ps.checking import Checking
 from ps.dispatcher import Dispatcher
 from ps.door import PASSING, open_router
@@ -111,6 +112,9 @@ class Server:
         self.labels: list[str] = []  # one a device, by id
         self.suspended: dict[int, str] = {}  # device -> why it gets no more work
         self.notice: Callable[[str], None] = log.warning
+        self.note: Callable[..., None] = lambda event, **fields: None  # an event of a real device, for the results
+        self.attendance = Attendance()
+        self.bundle = ("", "")  # where an agent of this version is, and its SHA-256; for agents that are too old
         self.error: BaseException | None = None
         self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
@@ -210,6 +214,11 @@ class Server:
     def wait_for_devices(self, count: int, timeout_s: float) -> bool:
         with self._joined:
             return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
+
+    def wait_for_real_devices(self, count: int, timeout_s: float) -> bool:
+        present = self.attendance.present
+        with self._joined:
+            return self._joined.wait_for(lambda: len(present) >= count or self.error is not None, timeout_s)
 
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
@@ -332,6 +341,9 @@ class Server:
                 case Leave() if peer is not None:
                     self._take_answers()  # what it returned before it left counts
                     self._leave(peer, message)
+                case Leave(name=name) if peer is None and name:
+                    if not key or (self._door and self._door.may_probe(key, 0) is None):
+                        self._stays_away(printable(name), printable(message.reason), message.until_s)
                 case _ if peer is None:
                     self._shipping.reply(identity, Refused("this server does not know you: join first", final=False))
                 case _:
@@ -345,7 +357,8 @@ class Server:
             self._complained.add(identity)
             self.notice(f"dropped a message that makes no sense: {error}")
         final = isinstance(error, VersionMismatch)
-        self._shipping.reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
+        text = f"{error}" + ("; update the agent" if final else "")
+        self._shipping.reply(identity, Refused(text, final, *(self.bundle if final else ("", ""))))
         if (peer := self._peers.get(identity)) is not None:
             self._lose(peer, "it sent what makes no sense")  # it may join again, its blocks do not wait for it
 
@@ -358,7 +371,13 @@ class Server:
         new = range(first, first + len(message.profiles))
         peer.add(new)
         self._peer_of += [peer] * len(new)
-        self.labels += [printable(label) for label in message.labels]
+        labels = [printable(label) for label in message.labels]
+        self.labels += labels
+        before = self.attendance.joined(new, labels, message.about, identity, self._now_s())
+        if before in self._peers:
+            self._lose(self._peers[before], "it has joined again from elsewhere")
+        if first in self.attendance.real:
+            self.note("real", name=labels[0], device=first, kernel=printable(message.about.get("kernel", "")))
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
@@ -382,7 +401,20 @@ class Server:
         if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
         leaving = sorted({peer.ids[index] for index in message.devices.tolist()})
-        self._forget([d for d in leaving if self._dispatcher.devices[d].alive])
+        leaving = [d for d in leaving if self._dispatcher.devices[d].alive]
+        reason, until_s = printable(message.reason), message.until_s
+        for device in leaving:
+            blocks = len(self._dispatcher.devices[device].in_flight)
+            text = self.attendance.left(device, self.labels[device], reason, until_s, blocks, self._now_s())
+            if text:
+                self.notice(text)
+                self.note("left", name=self.labels[device], reason=reason, until_s=until_s, blocks=blocks)
+        self._forget(leaving)
+
+    def _stays_away(self, name: str, reason: str, until_s: float | None) -> None:
+        if text := self.attendance.stays_away(name, reason, until_s):
+            self.notice(text)
+            self.note("away", name=name, reason=reason, until_s=until_s)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
@@ -399,6 +431,7 @@ class Server:
         self._forget(gone)
 
     def _forget(self, devices: list[int]) -> None:
+        self.attendance.gone(devices)
         with self._joined:
             self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
@@ -477,6 +510,7 @@ class Server:
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
+                    self.attendance.gone([device])
                     with self._joined:
                         self._alive -= 1
                 case CheckJob(job=job):

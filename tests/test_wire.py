@@ -117,12 +117,12 @@ def results(draw: st.DrawFn) -> Result:
 messages: dict[str, st.SearchStrategy[Message]] = {
     "join": joins(),
     "welcome": st.builds(Welcome, st.floats(0.01, 3600), texts),
-    "refused": st.builds(Refused, texts, st.booleans()),
+    "refused": st.builds(Refused, texts, st.booleans(), texts, texts),
     "work": works(),
     "result": results(),
     "cancel": st.builds(Cancel, tables(REFERENCE)),
     "heartbeat": st.just(Heartbeat()),
-    "leave": st.builds(Leave, tables(np.dtype("<u4")), texts),
+    "leave": st.builds(Leave, tables(np.dtype("<u4")), texts, st.none() | st.floats(0, 1e8), texts),
     "goodbye": st.builds(Goodbye, texts),
     "probe": st.builds(Probe, st.integers(0, 2**63 - 1), st.integers(0, MAX_PROBE_BYTES), st.binary(max_size=40)),
 }
