@@ -114,7 +114,16 @@ class Task:
         with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
             links, models = links_of(self.host.fleet, server.labels), models_of(self.host.fleet, server.labels)
             told = predict_step(
-                executor, step, server.profiles, self.planner, server.absent, links, models, self.local, arithmetic
+                executor,
+                step,
+                server.profiles,
+                self.planner,
+                server.absent,
+                links,
+                models,
+                self.local,
+                arithmetic,
+                self.scenario.training.steps,
             )
         self.display.say(f"a step should take {told.seconds:.2f} s (modelled)")
         self.note("predicted", step_s=told.seconds)
