@@ -91,7 +91,7 @@ class ModelledFleet:
         arithmetic: bool = True,
     ) -> None:
         labels = [""] * len(profiles)
-        planning = _Apart(planner, len(profiles) - len(absent))
+        planning = Apart(planner, len(profiles) - len(absent))
         self._server = VirtualServer(profiles, labels, planning, absent, arithmetic, links=links, models=models)
         self._local, self.local_s = local, 0.0
         self._left = time.perf_counter()  # when the executor went on with its own work
@@ -123,7 +123,7 @@ class ModelledFleet:
         self._server.clock.jump(self._server.clock.now_s + spent_s)
 
 
-class _Apart(Planner):
+class Apart(Planner):
     """Plans for the fleet as it is come from the run's planner, which will use them again. What becomes of them when
     modelled devices are late stays here: the run begins as the prediction did, knowing nothing of it."""
 
