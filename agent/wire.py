@@ -127,7 +127,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    stamp_ns: int  # the server's clock when it sent this; modelled time counts from here
+    stamp_ns: int  # the server's clock when it decided on this; modelled time counts from here
     released: NDArray[np.uint32]  # pieces to be dropped, before new ones are taken in
     pieces: NDArray[np.void]
     blocks: NDArray[np.void]

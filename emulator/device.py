@@ -48,26 +48,35 @@ class Devices:
         shapes: Shapes,
         up_bytes: NDArray[np.int64],
     ) -> tuple[Seconds, Seconds]:
-        """Blocks that the server sent at `sent_s`, in their order: when each answer is back there, and its computing
-        time. A device may have several of them; they queue. `shapes`: batch, rows, inner and columns of each."""
-        due_s, compute_s, arrived_s = np.empty(len(device)), np.empty(len(device)), np.empty(len(device))
-        turns = waves(device)
-        for wave in turns:  # all downloads first: answers go up while later blocks come down
+        """Blocks that the server sent at `sent_s`, in their order: when each answer is back there, unless it is held up
+        (see `held_up`), and its computing time. A device may have several of them; they queue. `shapes`: batch, rows,
+        inner and columns of each. It makes no difference how blocks are divided into calls."""
+        due_s, compute_s = np.empty(len(device)), np.empty(len(device))
+        for wave in waves(device):
             d = device[wave]
             profile, sent = self.profiles[d], np.full(len(d), sent_s)
-            arrived_s[wave] = self._lines.down.send(
-                d, sent, down_bytes[wave], profile["down_bps"], profile["latency_s"]
-            )
-        for wave in turns:
-            d = device[wave]
-            profile = self.profiles[d]
-            begins_s = np.maximum(arrived_s[wave], self._processor_free_s[d])
+            arrived_s = self._lines.down.send(d, sent, down_bytes[wave], profile["down_bps"], profile["latency_s"])
+            if self._lines.up.bloats:
+                queued = zip(d.tolist(), arrived_s.tolist(), (down_bytes[wave] > 0).tolist(), strict=True)
+                arrived_s += [self._lines.up.queued_s(*of) if some else 0.0 for *of, some in queued]
+            begins_s = np.maximum(arrived_s, self._processor_free_s[d])
             moved_bytes = np.stack([down_bytes[wave], up_bytes[wave]], axis=1)
             compute_s[wave] = self._compute_s(d, profile, shapes[wave], moved_bytes, begins_s)
             computed = begins_s + compute_s[wave]
             self._processor_free_s[d] = computed
             due_s[wave] = self._lines.up.send(d, computed, up_bytes[wave], profile["up_bps"], profile["latency_s"])
         return due_s, compute_s
+
+    @property
+    def may_hold_up(self) -> bool:
+        """Whether `held_up` can be more than nothing."""
+        return self._lines.down.bloats
+
+    def held_up(self, device: int, due_s: float) -> float:
+        """When an answer comes that was to be due then: downloads of blocks that were sent after it may hold it up. To
+        be asked once for each answer, when it is due and all that was sent before that moment has been scheduled; of a
+        device in the order in which they are due."""
+        return due_s + self._lines.down.queued_s(device, due_s)
 
     def _compute_s(
         self,

@@ -16,16 +16,22 @@ because the rates of our profiles were measured as throughput over lines that ha
 - Bufferbloat: a direction that is busy fills the buffer before the line. The round trip, measured idle and under load,
   says how long that is: queue = min(how long the direction has been busy or will be, loaded - idle). What is lost in
   this direction is repeated behind it, and what goes the other way is late by it once: its acknowledgements are in it.
-  An answer sees the downloads that were sent before it or with it; those that come later are not known yet.
+  What would arrive at a moment sees what was handed to the other direction until that moment.
 - Order: nothing overtakes what was sent before it in the same direction.
 
+The law of a device: its transfers, in their order and each with the moment at which it was handed over, decide when
+each arrives. Nothing else does: not how they come together in messages or calls, nor what other devices do. All terms
+above but one look back, at what the device was sent before. The exception is an answer behind a busy downlink: it sees
+downloads that were sent while it was computed and on its way. So the moment of an answer is known in two parts: `send`
+says when it would come, and `queued_s`, asked when that moment is there, by how much downloads hold it up.
+
 Chance is a splitmix64 sequence a device (Steele, Lea and Flood, OOPSLA 2014), of which transfer i takes numbers of its
-own: the same transfers of a device take the same time whatever others do. Pure, and vectorised over devices, each used
-at most once a call.
+own. Pure, and vectorised over devices, each used at most once a call.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -181,26 +187,26 @@ class Lines:
         self._begun_s = np.full(len(table), np.nan)  # when a device's trace began to run: with its first transfer
         self.down = _Way(self, "down", 0)
         self.up = _Way(self, "up", 2)
-        self.down.other, self.up.other = self.up, self.down
 
     def forget(self, devices: list[int]) -> None:
         """What was on its way is void."""
         for way in (self.down, self.up):
             for state in (way.free_s, way.busy_since_s, way.arrived_s, way.packets):
                 state[devices] = 0.0
+            way.forget(devices)
 
 
 class _Way:
     """One direction of all links."""
-
-    other: _Way
 
     def __init__(self, lines: Lines, name: str, draw: int) -> None:
         self._lines, self._draw = lines, draw
         table = lines._table
         self._jitter_s, self._loss = table[f"jitter_{name}_s"], table[f"loss_{name}"]
         self._queue_s = table[f"queue_{name}_s"]
-        self._bloats = bool(self._queue_s.any())
+        self.bloats = bool(self._queue_s.any())
+        # of devices whose buffer can fill: what was handed over until when keeps the line busy, since when and how long
+        self._handed: dict[int, list[tuple[float, float, float]]] = {}
         self._rates: list[tuple[int, RateTrace]] = [(number, getattr(trace, name)) for number, trace in lines._traces]
         self.free_s, self.busy_since_s, self.arrived_s = (np.zeros(len(table)) for _ in range(3))
         self.packets = np.zeros(len(table))  # opportunities of the trace that are taken
@@ -209,7 +215,8 @@ class _Way:
     def send(
         self, device: Indices, ready_s: Seconds, size_bytes: Indices, rate_bps: Seconds, latency_s: Seconds
     ) -> Seconds:
-        """When each arrives; a device comes at most once. Of nothing, 0 bytes, when it could have."""
+        """When each arrives, if the other direction is idle (`queued_s`); a device comes at most once. Of nothing, 0
+        bytes, when it could have."""
         free_s = self.free_s[device]
         out_s = transfer(ready_s, free_s, size_bytes, rate_bps)
         if self._lines._plain:
@@ -220,12 +227,38 @@ class _Way:
             if len(on):
                 out_s[on] = self._over(trace, device[on], ready_s[on], size_bytes[on], rate_bps[on])
         self.free_s[device] = out_s
-        if self._bloats:
+        if self.bloats:
             self.busy_since_s[device] = np.where(ready_s > free_s, ready_s, self.busy_since_s[device])
+            self._note(device, ready_s, out_s)
         late_s = self._late_s(device, out_s, size_bytes, rate_bps, latency_s)
         arrived_s: Seconds = np.maximum(out_s + latency_s + late_s, self.arrived_s[device])
         self.arrived_s[device] = arrived_s
         return arrived_s
+
+    def _note(self, device: Indices, ready_s: Seconds, out_s: Seconds) -> None:
+        since_s = self.busy_since_s[device]
+        for d, ready, since, out in zip(*(a.tolist() for a in (device, ready_s, since_s, out_s)), strict=True):
+            if self._queue_s[d]:
+                handed = self._handed.setdefault(d, [])
+                if handed and ready <= handed[-1][0]:
+                    handed[-1] = (handed[-1][0], since, out)
+                else:
+                    handed.append((ready, since, out))
+
+    def queued_s(self, device: int, at_s: float) -> float:
+        """How long the buffer of this direction is at that moment, by which what would arrive then from the other
+        one is late. To be asked of a device in the order of time: what is over is forgotten."""
+        handed = self._handed.get(device, [])
+        known = bisect_right(handed, at_s, key=lambda entry: entry[0])
+        if not known:
+            return 0.0
+        del handed[: known - 1]
+        _, since_s, free_s = handed[0]
+        return max(0.0, min(at_s - since_s, free_s - at_s, float(self._queue_s[device])))
+
+    def forget(self, devices: list[int]) -> None:
+        for device in devices:
+            self._handed.pop(device, None)
 
     def _over(
         self, trace: RateTrace, device: Indices, ready_s: Seconds, size_bytes: Indices, rate_bps: Seconds
@@ -243,7 +276,7 @@ class _Way:
     def _late_s(
         self, device: Indices, out_s: Seconds, size_bytes: Indices, rate_bps: Seconds, latency_s: Seconds
     ) -> Seconds:
-        """What jitter, loss and a full line the other way add."""
+        """What jitter and loss add."""
         key, first = self._lines._table["key"][device], _DRAWS * self._count[device] + self._draw
         self._count[device] += 1
         for_jitter, for_loss = uniforms(key, np.stack([first, first + 1]))
@@ -256,12 +289,4 @@ class _Way:
             in_flight = np.ceil(rate_bps[some] * round_trip_s / (8 * PACKET_BYTES))
             at_stake = np.minimum(packets[some], np.maximum(in_flight, 1.0))
             late_s[some] += round_trip_s * repetitions(for_loss[some], at_stake, loss[some])
-        if self.other._bloats:
-            late_s += self.other._queued_s(device, out_s)
         return np.where(size_bytes > 0, late_s, 0.0)
-
-    def _queued_s(self, device: Indices, at_s: Seconds) -> Seconds:
-        """How long the buffer of this direction is at that moment."""
-        since_s, free_s = self.busy_since_s[device], self.free_s[device]
-        held_s: Seconds = np.minimum(np.minimum(at_s - since_s, free_s - at_s), self._queue_s[device])
-        return np.maximum(held_s, 0.0)

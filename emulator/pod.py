@@ -79,6 +79,7 @@ class Pod:
         self._kernel = NumpyKernel()
         self._to_compute: list[tuple[int, int, BlockRow, float]] = []  # heap by due time
         self._to_send: list[tuple[int, int, Answer, Array]] = []  # heap by due time
+        self._held_up: set[int] = set()  # of those, which have waited for downloads, by sequence
         self._sent_ns = 0  # when answers left last
         self._sequence = 0  # breaks ties in the heaps, first come first served
         self._cancelled: set[tuple[int, int, int]] = set()  # device, job, block
@@ -149,7 +150,14 @@ class Pod:
         """A new connection of all who are there, with nothing left of the one before; None if nobody is."""
         present = self._roster.renumber()
         self._operands = Operands()
-        for left_over in (self._to_compute, self._to_send, self._unnoticed, self._cancelled, self._spent):
+        for left_over in (
+            self._to_compute,
+            self._to_send,
+            self._held_up,
+            self._unnoticed,
+            self._cancelled,
+            self._spent,
+        ):
             left_over.clear()
         self._devices.forget(list(range(len(self._profiles))))
         return Connection(context, endpoint, self._join(present), curve=self._curve) if present else None
@@ -368,12 +376,27 @@ class Pod:
                 entry = heapq.heappop(self._to_send)
                 if self._cancelled and entry[2][:3] in self._cancelled:
                     self._cancelled.discard(entry[2][:3])
-                elif self._roster.answering[entry[2][0]]:
+                elif self._roster.answering[entry[2][0]] and not self._holds_up(entry):
                     due.append(entry)
             if not due:
                 continue
             data = due[0][3].reshape(-1) if len(due) == 1 else np.concatenate([d[3].reshape(-1) for d in due])
             line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data, self._clock.now_ns()))
+
+    def _holds_up(self, entry: tuple[int, int, Answer, Array]) -> bool:
+        """Its downloads may hold an answer up, which is known only now that it is due: then it comes up again."""
+        if not (self._modelled and self._devices.may_hold_up):
+            return False
+        due_ns, sequence, answer, product = entry
+        if sequence in self._held_up:
+            self._held_up.discard(sequence)
+            return False
+        later_ns = int(1e9 * self._devices.held_up(int(self._roster.device[answer[0]]), due_ns / 1e9))
+        if later_ns <= due_ns:
+            return False
+        self._held_up.add(sequence)
+        heapq.heappush(self._to_send, (later_ns, sequence, (*answer[:6], later_ns), product))
+        return True
 
 
 def _patience_ns(line: Connection) -> int:

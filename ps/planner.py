@@ -84,12 +84,19 @@ class Planner:
                 kept.revision = revision
                 return kept.plans
         plans = solved(key, profiles, able) if self.kind == "packed" else gridded(key, profiles, able)
-        own = _unchanging(able)
+        self.remember(key, able, plans, revision)
+        return plans
+
+    def knows(self, requests: Sequence[Request]) -> bool:
+        return tuple(requests) in self._cache
+
+    def remember(self, requests: Sequence[Request], able: Integers, plans: list[Plan], revision: int = 0) -> None:
+        """These plans are new; devices with corrections up to that number are as they were when they were made."""
+        key, own = tuple(requests), _unchanging(able)
         self._cache[key] = _Cached(own, own, plans, _ends_s(plans), revision)
         self._cache.move_to_end(key)
         if len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)
-        return plans
 
     def _adapt(
         self,

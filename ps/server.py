@@ -134,7 +134,7 @@ class Server:
         self._goodbye = ""
         opened = open_router(host, port, listen, access, lambda text: self.notice(text))
         self._context, self._router, self.address, self._door = opened
-        self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
+        self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
     # ---- for other threads
@@ -441,10 +441,11 @@ class Server:
         self._next_job += len(products)
         submitted = JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
         planned = self._dispatcher.prepare(submitted, self._now_s())
-        instructions = self._dispatcher.handle(planned, self._now_s())
+        begun_ns = self._clock.now_ns()
+        instructions = self._dispatcher.handle(planned, begun_ns / 1e9)
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
-        self._carry_out(instructions)
+        self._carry_out(instructions, begun_ns)
         if self._verify:
             self._checking.prepare(numbered)
 
@@ -480,16 +481,17 @@ class Server:
 
     def _handle(self, event: Event, accept: Callable[[list[int]], None] | None = None) -> None:
         begun_ns = self._clock.now_ns()
-        self._carry_out(self._dispatcher.handle(event, begun_ns / 1e9), accept, begun_ns)
+        self._carry_out(self._dispatcher.handle(event, begun_ns / 1e9), begun_ns, accept)
 
     def _carry_out(
         self,
         instructions: list[Instruction],
+        begun_ns: int,
         accept: Callable[[list[int]], None] | None = None,
-        begun_ns: int = 0,
     ) -> None:
         """Do as the dispatcher says, in its order, and check what is to be checked when the devices have their work:
-        a check may suspend some of them. `begun_ns`: when the dispatcher was told what has happened."""
+        a check may suspend some of them. `begun_ns`: when the dispatcher was told what has happened, which is when its
+        blocks go out by the model."""
         planned_ns = self._clock.now_ns()
         complete: list[int] = []
         for instruction in instructions:
@@ -501,7 +503,7 @@ class Server:
                     for peer in self._shipping.cancel(instruction):
                         self._lose(peer, "its connection is gone")
                 case SendBlocks():
-                    for peer in self._shipping.send_blocks(instruction):
+                    for peer in self._shipping.send_blocks(instruction, begun_ns):
                         self._lose(peer, "its connection is gone")
                 case JobFinished(job=job):
                     self._finish(job)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import zmq
 
-from agent.clock import Clock
 from agent.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
 from ps.events import CancelBlocks, SendBlocks
 from ps.jobs import Live, Totals
@@ -27,13 +27,12 @@ class Shipping:
         peer_of: Sequence[Peer],
         jobs: Mapping[int, Live],
         totals: Totals,
-        clock: Clock,
     ) -> None:
         self._router, self._peers, self._peer_of, self._jobs, self._totals = router, peers, peer_of, jobs, totals
-        self._clock = clock
 
-    def send_blocks(self, instruction: SendBlocks) -> list[Peer]:
-        """Group by connection and job, pack, send. Peers that turned out to be gone."""
+    def send_blocks(self, instruction: SendBlocks, stamp_ns: int) -> list[Peer]:
+        """Group by connection and job, pack, send. Peers that turned out to be gone. All carry one stamp: of the
+        moment at which they were decided on, as in virtual time. How long packing takes is no affair of the devices."""
         groups: dict[tuple[bytes, int, int], tuple[list[int], list[int]]] = {}
         for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
             live, peer = self._jobs[job], self._peer_of[device]
@@ -42,15 +41,16 @@ class Shipping:
             live.holders.add(peer.identity)
             self._totals.operand_bytes += live.job.down_bytes[block]
             if live.job.chunk[block] < live.job.shape.inner:
-                peer.streams.append(self._stream(peer, live, job, block, device))
+                peer.streams.append(self._stream(peer, live, job, block, device, stamp_ns))
                 continue
             group = groups.setdefault((peer.identity, job, live.job.kept[block]), ([], []))
             group[0].append(device)
             group[1].append(block)
-        queues = deque(
-            (self._peers[identity], self._parcels(self._peers[identity], job, kept, devices, blocks))
-            for (identity, job, kept), (devices, blocks) in groups.items()
-        )
+        messages_of: dict[bytes, list[Iterator[list[Frame]]]] = {}  # a device gets job after job, as was decided
+        for (identity, job, kept), (devices, blocks) in groups.items():
+            messages = self._parcels(self._peers[identity], job, kept, devices, blocks, stamp_ns)
+            messages_of.setdefault(identity, []).append(messages)
+        queues = deque((self._peers[identity], chain(*of)) for identity, of in messages_of.items())
         dead: dict[bytes, Peer] = {}
         while queues:  # in turn, so that no connection waits for another one's operands to be packed
             peer, messages = queues.popleft()
@@ -76,7 +76,9 @@ class Shipping:
         present = [(self._peers[identity], rows) for identity, rows in told.items() if identity in self._peers]
         return [peer for peer, rows in present if not self.send(peer, Cancel(np.array(rows, REFERENCE)))]
 
-    def _parcels(self, peer: Peer, job: int, kept: int, devices: list[int], blocks: list[int]) -> Iterator[list[Frame]]:
+    def _parcels(
+        self, peer: Peer, job: int, kept: int, devices: list[int], blocks: list[int], stamp_ns: int
+    ) -> Iterator[list[Frame]]:
         """Messages that bring these blocks whole."""
         live, index = self._jobs[job], np.array(blocks)
         product, record = live.product, live.job
@@ -88,19 +90,20 @@ class Shipping:
             job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids, peer.many
         ):
             peer.lend(job, held, kept, parcel)
-            yield self._pack(peer, live, parcel)
+            yield self._pack(peer, live, parcel, stamp_ns)
 
-    def _stream(self, peer: Peer, live: Live, job: int, block: int, device: int) -> Iterator[list[Frame]]:
+    def _stream(
+        self, peer: Peer, live: Live, job: int, block: int, device: int, stamp_ns: int
+    ) -> Iterator[list[Frame]]:
         """Messages that bring one block in chunks, each packed when its turn has come."""
         factors, record = (live.product.left, live.product.right), live.job
         source = streamed(
             job, factors, record.tiles[block], block, peer.index[device], record.chunk[block], peer.piece_ids
         )
         for parcel in source:
-            yield self._pack(peer, live, parcel)
+            yield self._pack(peer, live, parcel, stamp_ns)
 
-    def _pack(self, peer: Peer, live: Live, parcel: Parcel) -> list[Frame]:
-        stamp_ns = self._clock.now_ns()
+    def _pack(self, peer: Peer, live: Live, parcel: Parcel, stamp_ns: int) -> list[Frame]:
         first = parcel.blocks["chunk"] == 0
         live.sent(parcel.blocks["block"][first], stamp_ns)
         self._totals.sent_bytes += sum(d.nbytes for d in parcel.data)

@@ -1,14 +1,18 @@
-"""How long a step should take, said before it is taken: the step on a modelled fleet, in virtual time.
+"""How long a step should take, said before it is taken: the first steps on a modelled fleet, in virtual time.
 
 What the server computes itself takes the time it takes here, on a scaled clock so many times less; products take the
 time that the model says, and their values are computed at once, off the clock. What is left out is the work of the
 host: packing, sockets, pods.
+
+Lines have chance, seeded: step by step a modelled device has the luck that its emulated twin will have. Steps differ by
+that, so a run is compared with several, of which, as of its own, the first counts only where there is no other.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -20,18 +24,26 @@ from emulator.performance import Models
 from ps.executor import Executor, Spent
 from ps.jobs import Product
 from ps.operands import Operand
-from ps.planner import Planner
+from ps.planner import NONE_REVISED, Integers, Plan, Planner, Request
 from testbed.virtual_server import VirtualServer
+
+FORESEEN = 5  # steps of a run, at most
+ALIKE = 0.01  # steps that differ by less from the one before need no more of them
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    seconds: float
+    seconds: float  # of a step
     local_s: float  # of these, what the server computes itself
 
     @property
     def local_share(self) -> float:
         return self.local_s / max(self.seconds, 1e-9)
+
+
+def settled(seconds: Sequence[float]) -> float:
+    """What a step takes, of these: the median without the first, if there are others."""
+    return statistics.median(seconds[1:] or seconds)
 
 
 def predict_step(
@@ -44,15 +56,23 @@ def predict_step(
     models: Models | None = None,
     local: float = 1.0,
     arithmetic: bool = True,
+    steps: int = 1,
 ) -> Prediction:
-    """Modelled seconds of `step`, whose products go through `executor`; without the `absent` ones of the devices.
-    `models`: of devices that were measured; `local`: device time that a second of the executor's own work takes."""
+    """Modelled seconds of `step`, whose products go through `executor`, in a run of so many; without the `absent` ones
+    of the devices. `models`: of devices that were measured; `local`: device time that a second of the executor's own
+    work takes. The planner keeps the plans that it can use again."""
     fleet = ModelledFleet(profiles, planner, absent, links, models, local, arithmetic)
     real, executor.engine = executor.engine, fleet
+    took: list[Prediction] = []
     try:
-        step()
-        executor.weights_changed()
-        return Prediction(fleet.seconds(), fleet.local_s)
+        while len(took) < min(steps, FORESEEN):
+            begun_s, local_s = fleet.seconds(), fleet.local_s
+            step()
+            executor.weights_changed()
+            took.append(Prediction(fleet.seconds() - begun_s, fleet.local_s - local_s))
+            if len(took) > 1 and abs(took[-1].seconds / took[-2].seconds - 1) < ALIKE:
+                break
+        return Prediction(settled([one.seconds for one in took]), settled([one.local_s for one in took]))
     finally:
         executor.engine, executor.spent = real, Spent()
 
@@ -71,7 +91,8 @@ class ModelledFleet:
         arithmetic: bool = True,
     ) -> None:
         labels = [""] * len(profiles)
-        self._server = VirtualServer(profiles, labels, planner, absent, arithmetic, links=links, models=models)
+        planning = Apart(planner, len(profiles) - len(absent))
+        self._server = VirtualServer(profiles, labels, planning, absent, arithmetic, links=links, models=models)
         self._local, self.local_s = local, 0.0
         self._left = time.perf_counter()  # when the executor went on with its own work
 
@@ -100,3 +121,24 @@ class ModelledFleet:
         spent_s = self._local * (time.perf_counter() - self._left)
         self.local_s += spent_s
         self._server.clock.jump(self._server.clock.now_s + spent_s)
+
+
+class Apart(Planner):
+    """Plans for the fleet as it is come from the run's planner, which will use them again. What becomes of them when
+    modelled devices are late stays here: the run begins as the prediction did, knowing nothing of it."""
+
+    def __init__(self, planner: Planner, devices: int) -> None:
+        super().__init__(planner.kind)
+        self._run, self._devices = planner, devices
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int] = NONE_REVISED,
+    ) -> list[Plan]:
+        if len(able) == self._devices and not revised and not self.knows(requests):
+            plans = self._run.plan(requests, profiles, able)
+            self.remember(requests, able, plans)
+        return super().plan(requests, profiles, able, revised)

@@ -103,33 +103,29 @@ class Probe:
             labels = host.server.labels
             links, models = links_of(fleet, labels), models_of(fleet, labels)
             modelled = ModelledFleet(host.server.profiles, planner, (), links, models, 1.0 / scale)
-            expected = Watched(modelled, modelled.seconds)
-            self._take(expected)
+            first, second = (self._taken(modelled, modelled.seconds) for _ in range(2))  # their luck differs
+            local_share = modelled.local_s / modelled.seconds()
             pids = [os.getpid(), *host.pods.pids]
             before = look(pids, host.server.totals, time.monotonic())
-            achieved = Watched(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
             with collecting_between_steps():
-                self._take(achieved)
-                if len(achieved.finished_s) == len(
-                    expected.finished_s
-                ):  # the first step of a run does not count either
-                    achieved = Watched(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
-                    self._take(achieved)
+                expected, achieved = first, self._taken(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
+                if len(achieved) == len(expected):  # the first step of a run does not count either
+                    expected, achieved = second, self._taken(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
             after = look(pids, host.server.totals, time.monotonic())
         columns = host.server.records.columns()
-        count = len(achieved.finished_s)
         return fidelity.judge(
             columns["sent_s"],
             columns["due_s"],
             columns["received_s"],
             columns["left_s"],
-            achieved.finished_s[-1] / expected.finished_s[count - 1],
+            achieved[-1] / expected[len(achieved) - 1],
             between(before, after, host.server.totals.longest_turn_s),
-            modelled.local_s / modelled.seconds(),
+            local_share,
         )
 
-    def _take(self, engine: Watched) -> None:
-        self._executor.engine = engine
+    def _taken(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> list[float]:
+        """When each of the step's products was finished, as far as it came."""
+        watched = self._executor.engine = Watched(engine, now_s, limit_s)
         try:
             self._step()
             self._executor.weights_changed()
@@ -137,6 +133,7 @@ class Probe:
             self._executor.forget_kept()
         finally:
             self._executor.engine = _Nobody()
+        return watched.finished_s
 
 
 class _Nobody:

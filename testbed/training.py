@@ -119,7 +119,16 @@ class Task:
             labels = ["" if device in real else label for device, label in enumerate(server.labels)]
             links, models = links_of(self.host.fleet, labels), models_of(self.host.fleet, labels)
             told = predict_step(
-                executor, step, server.profiles, self.planner, server.absent, links, models, self.local, arithmetic
+                executor,
+                step,
+                server.profiles,
+                self.planner,
+                server.absent,
+                links,
+                models,
+                self.local,
+                arithmetic,
+                self.scenario.training.steps,
             )
         self.display.say(f"a step should take {told.seconds:.2f} s (modelled)")
         self.note("predicted", step_s=told.seconds)

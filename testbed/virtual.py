@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.device import Devices
-from emulator.link import Links
 from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -83,14 +82,13 @@ class VirtualFleet:
         planner: Planner | None = None,
         verify: bool = False,
         history: Sequence[float] = (),
-        links: Links | None = None,
     ) -> None:
         self.now_s = 0.0
         self.joined = 0
         self._profiles = profiles
         self._dispatcher = Dispatcher(planner or Planner(), verify)
         self._dispatcher.deadlines.returned(history)
-        self._devices = Devices(profiles.copy(), links)  # how fast they are; what they have said of themselves stays
+        self._devices = Devices(profiles.copy())  # how fast they are; what they have said of themselves stays
 
     def join(self, count: int) -> Outcome:
         first, self.joined = self.joined, self.joined + count

@@ -96,6 +96,7 @@ class VirtualServer:
         self._jobs: dict[int, Live] = {}
         self._ids, self._sequence = itertools.count(), itertools.count()
         self._answers: list[Answer] = []  # heap
+        self._held_up: set[int] = set()  # of the answers, which have waited for downloads, by sequence
         self._silent: list[tuple[float, int]] = []  # heap: when it is noticed, id
         self._thawing: list[tuple[float, int]] = []  # heap: when, device of the fleet
         self._frozen_until_s = np.zeros(len(profiles))
@@ -260,13 +261,28 @@ class VirtualServer:
         batch = []
         while answers and answers[0][0] <= until_s:
             answer = heapq.heappop(answers)
-            if self._answering[answer[2]]:
+            if self._answering[answer[2]] and not self._holds_up(answer):
                 batch.append(answer)
         if not batch:
             return
         self.clock.jump(batch[-1][0])
         _, _, devices, jobs, blocks, _, _ = zip(*batch, strict=True)
         self._handle(BlocksReturned(list(devices), list(jobs), list(blocks)), batch)
+
+    def _holds_up(self, answer: Answer) -> bool:
+        """Its downloads may hold an answer up, which is known only now that it is due: then it comes up again."""
+        if not self._devices.may_hold_up:
+            return False
+        due_s, sequence, device = answer[:3]
+        if sequence in self._held_up:
+            self._held_up.discard(sequence)
+            return False
+        later_s = self._devices.held_up(int(self._fleet_of[device]), due_s)
+        if later_s <= due_s:
+            return False
+        self._held_up.add(sequence)
+        heapq.heappush(self._answers, (later_s, *answer[1:]))
+        return True
 
     # ---- instructions
 

@@ -11,6 +11,7 @@ import json
 import resource
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -137,6 +138,26 @@ def puppet_at(nothing_left_behind: None) -> Iterator[Any]:
 STRIP = [(0, 1, 0, 16, 8 * i, 8) for i in range(4)]  # all rows, and another eight columns each time
 STRIP_FRESH = [(1, 1), (0, 1), (0, 1), (0, 1)]
 STRIP_BYTES = 4 * 24 * (16 + 32)  # over an inner length of 24
+
+
+def test_blocks_that_were_decided_on_together_come_in_order_with_one_stamp_in_however_many_messages(
+    serve: Serve, puppet_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps.operands.MESSAGE_BYTES", 1)  # a message a block
+    server = serve(heartbeat_s=10.0)
+    puppet: Puppet = puppet_at(server)
+    before_ns = time.monotonic_ns()
+    product = Multiplication(
+        server, Operand(numbers(1, 16, 24)), Operand(numbers(1, 32, 24)), plan_of(STRIP, [0] * 4, STRIP_FRESH)
+    )
+    messages = [puppet.work() for _ in STRIP]
+    rows = [row for message in messages for row in message.blocks.tolist()]
+    assert [row[2] for row in rows] == [0, 1, 2, 3]
+    assert len({message.stamp_ns for message in messages}) == 1
+    assert before_ns <= messages[0].stamp_ns <= time.monotonic_ns()
+    puppet.answer(*rows)
+    product.check()
+    assert len(set(server.records.columns()["sent_s"].tolist())) == 1
 
 
 def test_a_piece_is_released_as_soon_as_no_block_needs_it(serve: Serve, puppet_at: Any) -> None:

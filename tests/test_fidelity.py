@@ -225,8 +225,7 @@ def test_on_an_overloaded_host_the_verdict_is_degraded_names_the_cause_and_sugge
     folder: Path,
 ) -> None:
     """A hundred devices on whole lines: a step of a tenth of a second, which no such host keeps up with."""
-    # without bufferbloat, which depends on how blocks come together in messages: that is the model's, not the host's
-    probe = Probe(small_scenario(folder, fleet__line_share="1.0", links__effects="rates"))
+    probe = Probe(small_scenario(folder, fleet__line_share="1.0"))
     with overloaded():
         first = probe.measure(100)
         again = probe.measure(100, first.scale_needed)

@@ -79,14 +79,30 @@ calls = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.3, 50.0]), blocks), min
 Calls = list[tuple[float, list[tuple[int, int, float, int]]]]
 
 
-def schedule(of: Links | None, asked: Calls, only: int | None = None, start_s: float = 0.0) -> list[list[float]]:
-    """When the answers of each device are due; `only` of one device."""
-    devices, now_s = Devices(PROFILES, of), start_s
+def schedule(
+    of: Links | None,
+    asked: Calls,
+    only: int | None = None,
+    most: int = 1000,
+    in_time: bool = False,
+) -> list[list[float]]:
+    """When the answers of each device come; `only` of one device, at `most` so many blocks a call. Whether downloads
+    hold them up is asked at the end, or `in_time`: before anything is sent later than they are due."""
+    devices, now_s = Devices(PROFILES, of), 0.0
     due: list[list[float]] = [[] for _ in PROFILES]
+    came: list[list[float]] = [[] for _ in PROFILES]
+
+    def come(until_s: float) -> None:
+        for d, moments in enumerate(due):
+            while len(came[d]) < len(moments) and moments[len(came[d])] < until_s:
+                came[d].append(devices.held_up(d, moments[len(came[d])]))
+
     for pause_s, batch in asked:
         now_s += pause_s
-        rows = [row for row in batch if only is None or row[0] == only]
-        if rows:
+        if in_time:
+            come(now_s)
+        mine = [row for row in batch if only is None or row[0] == only]
+        for rows in (mine[first : first + most] for first in range(0, len(mine), most)):
             device, down, flops, up = (np.array(column) for column in zip(*rows, strict=True))
             shapes = np.ones((len(rows), 4), np.int64)
             shapes[:, 2] = np.ceil(flops / 2)  # a row and a column
@@ -94,7 +110,8 @@ def schedule(of: Links | None, asked: Calls, only: int | None = None, start_s: f
             for d, at, size in zip(device.tolist(), due_s.tolist(), up.tolist(), strict=True):
                 if size:  # otherwise nothing comes back
                     due[d].append(at)
-    return due
+    come(float("inf"))
+    return came
 
 
 # ---- any link
@@ -131,6 +148,26 @@ def test_a_device_s_times_depend_on_its_own_transfers_only(given: dict[str, floa
     assert schedule(links(**given), asked) == together
     for device in range(len(PROFILES)):
         assert schedule(links(**given), asked, only=device)[device] == together[device]
+
+
+@settings(calm, max_examples=100)
+@given(figures, calls, st.integers(1, 6), st.booleans())
+def test_how_blocks_come_together_in_messages_makes_no_difference(
+    given: dict[str, float], asked: Calls, most: int, in_time: bool
+) -> None:
+    assert schedule(links(**given), asked, most=most, in_time=in_time) == schedule(links(**given), asked)
+
+
+def test_an_answer_is_held_up_by_downloads_that_are_sent_after_it_and_before_it_is_due() -> None:
+    """1 MB down takes a second, an answer of 125 kB as well: due at 2.041, in the midst of what comes down then."""
+    held = links(queue_down_s=0.05)
+    block, download = (0, 1_000_000, 2.0, 125_000), (0, 5_000_000, 2.0, 0)
+    alone = schedule(held, [(0.0, [block])])[0][0]
+    assert alone == pytest.approx(2.041)
+    assert schedule(held, [(0.0, [block, download])])[0][0] == pytest.approx(alone + 0.05)
+    assert schedule(held, [(0.0, [block]), (1.5, [download])])[0][0] == pytest.approx(alone + 0.05)
+    assert schedule(held, [(0.0, [block]), (2.02, [download])])[0][0] == pytest.approx(alone + 0.021)  # it is filling
+    assert schedule(held, [(0.0, [block]), (2.05, [download])])[0][0] == alone
 
 
 def test_the_same_device_in_another_place_of_another_pod_has_the_same_times() -> None:
@@ -258,12 +295,16 @@ def test_a_full_line_lengthens_the_way_back_by_the_loaded_round_trip_and_no_more
         arrived = getattr(lines, way).send(one, np.array([at_s]), np.array([size]), np.array([1.2e6]), np.array([0.02]))
         return float(arrived[0] - at_s)
 
-    assert send(idle, 1.0, 150) == pytest.approx(0.021)
+    def returns(at_s: float) -> float:
+        took_s = send(idle, at_s, 150)
+        return took_s + float(getattr(lines, full).queued_s(0, at_s + took_s))
+
+    assert returns(1.0) == pytest.approx(0.021)
     send(full, 10.0, 1_500_000)  # busy until 20
-    assert send(idle, 10.099, 150) == pytest.approx(0.021 + 0.1)  # the buffer is filling
-    assert send(idle, 15.0, 150) == pytest.approx(0.021 + 0.3)
-    assert send(idle, 19.899, 150) == pytest.approx(0.021 + 0.1)  # nearly empty
-    assert send(idle, 21.0, 150) == pytest.approx(0.021)
+    assert returns(10.079) == pytest.approx(0.021 + 0.1)  # the buffer is filling
+    assert returns(15.0) == pytest.approx(0.021 + 0.3)
+    assert returns(19.879) == pytest.approx(0.021 + 0.1)  # nearly empty
+    assert returns(21.0) == pytest.approx(0.021)
 
 
 def test_what_is_lost_on_a_full_line_is_repeated_behind_its_queue() -> None:

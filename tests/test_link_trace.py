@@ -194,6 +194,15 @@ def test_every_pod_is_told_the_links_of_its_own_devices() -> None:
     assert np.concatenate(list(due_s.values())) == pytest.approx([0.01, 0.01], abs=0.001)
 
 
+def test_a_pod_holds_answers_up_behind_downloads_that_fill_the_line() -> None:
+    """Three blocks that come down one after the other, in 125 ms each: but for the last, answers meet a full buffer."""
+    profile, links = Profile(1e12, 0.0, 8e6, 1e9, 0.005, 1 << 30, 4), plain_links(1)
+    links.table["queue_down_s"] = 0.05
+    fleet = Fleet(pack_profiles([profile]), ["phone"], ["line"], {}, links)
+    ((_, due_s),) = talk(fleet, 1, size=125_000, count=3).items()
+    assert due_s == pytest.approx([0.135 + 0.05, 0.26 + 0.05, 0.385], abs=0.001)
+
+
 def talk(fleet: Fleet, pods: int, size: int, count: int) -> dict[str, NDArray[np.float64]]:
     """So many blocks of so many bytes to each device, all sent at once by a server that the test plays: for each label,
     how long after that its answers were due, in order."""

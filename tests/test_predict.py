@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,19 +18,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from agent.errors import Failure
 from agent.profile import Profile, pack_profiles
 from emulator.fleet import uniform_fleet
-from emulator.link import MOST_REPETITIONS, Links, plain_links
+from emulator.link import MOST_REPETITIONS, Links, device_keys, plain_links
 from ps.capture import distribute, prepare
 from ps.cost import block_seconds, chunk_length, usable_bytes
 from ps.executor import Executor, Spent
 from ps.jobs import Product
 from ps.models import build_model
 from ps.operands import Operand
-from ps.planner import Plan, Planner
+from ps.planner import Plan, Planner, Request, Shape
 from ps.trainer import gradients
 from testbed.fleets import make_fleet
 from testbed.launch import links_of
-from testbed.predict import ModelledFleet, predict_step
+from testbed.predict import FORESEEN, Apart, ModelledFleet, predict_step
 from testbed.scenario import load_scenario
+from testbed.virtual_server import VirtualServer
 
 TOKENS = torch.randint(0, 29, (8, 7), generator=torch.Generator().manual_seed(0))
 SLOW_LINES = 1e-3  # of the lines of the uniform fleets: modelled seconds, beside which the work of this host is nothing
@@ -160,7 +161,7 @@ def test_a_step_whose_devices_keep_the_weights_is_shorter(model: Model) -> None:
 CHAIN = (8, 30, 20, 40, 16)  # widths: products that wait for each other
 
 
-def chain_seconds(profiles: NDArray[np.void]) -> float:
+def chain(executor: Executor) -> Callable[[], object]:
     weights = [torch.ones(a, b) for a, b in pairwise(CHAIN)]
     x = torch.ones(64, CHAIN[0])
 
@@ -170,8 +171,12 @@ def chain_seconds(profiles: NDArray[np.void]) -> float:
         return x
 
     program = prepare("forward", make_fx(function)(x, *weights))
+    return lambda: executor.run(program, [x, *weights])
+
+
+def chain_seconds(profiles: NDArray[np.void]) -> float:
     executor = Executor(Nobody())
-    return predict_step(executor, lambda: executor.run(program, [x, *weights]), profiles, Planner()).seconds
+    return predict_step(executor, chain(executor), profiles, Planner()).seconds
 
 
 @pytest.mark.parametrize("count", [1, 7, 40])
@@ -193,6 +198,44 @@ def test_on_one_device_the_step_is_no_longer_than_one_whole_block_after_the_othe
     profiles = uniform_fleet("paper", 1, seed=1, line_share=SLOW_LINES)
     alone = [float(block_seconds(profiles, 1, 64, inner, columns)[0]) for inner, columns in pairwise(CHAIN)]
     assert max(alone) < chain_seconds(profiles) <= 1.1 * sum(alone)
+
+
+# ---- several steps
+
+
+def test_predicted_steps_have_the_luck_that_those_of_the_run_will_have() -> None:
+    profiles, links = uniform_fleet("extreme", 20, seed=2, line_share=SLOW_LINES), plain_links(20)
+    links.table["key"] = device_keys(1, np.arange(20))
+    links.table["jitter_down_s"] = links.table["jitter_up_s"] = 0.5
+    server = VirtualServer(profiles, [""] * 20, Planner(), links=links)
+    run = Executor(server)
+    step, ends_s = chain(run), [0.0]
+    for _ in range(FORESEEN):
+        step()
+        ends_s.append(server.clock.now_s)
+    seconds = np.diff(ends_s).tolist()
+    assert (np.abs(np.diff(seconds)) / seconds[:-1]).min() > 0.01  # no two in a row are alike
+
+    def predicted(steps: int) -> float:
+        executor = Executor(Nobody())
+        told = predict_step(executor, chain(executor), profiles, Planner(), links=links, local=0.0, steps=steps)
+        return told.seconds
+
+    assert predicted(1) == pytest.approx(seconds[0])
+    assert predicted(3) == pytest.approx(np.median(seconds[1:3]))
+    assert predicted(1000) == pytest.approx(np.median(seconds[1:]))
+
+
+def test_what_becomes_of_plans_in_a_prediction_stays_there() -> None:
+    profiles, requests, run = uniform_fleet("paper", 30, seed=1), [Request(Shape(1, 64, 32, 48))], Planner()
+    foreseeing, everybody = Apart(run, 30), np.arange(30)
+    plans = foreseeing.plan(requests, profiles, everybody)
+    assert run.plan(requests, profiles, everybody) is plans  # made once
+    lost = int(plans[0].device[0])
+    (without,) = foreseeing.plan(requests, profiles, np.delete(everybody, lost), {3: 1})
+    assert lost not in without.device.tolist()
+    assert foreseeing.plan(requests, profiles, everybody, {3: 1}) is not plans
+    assert run.plan(requests, profiles, everybody) is plans
 
 
 # ---- one product on one device: exactly the cost model

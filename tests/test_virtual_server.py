@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.errors import Failure
+from agent.profile import Profile, pack_profiles
 from emulator.fleet import uniform_fleet
+from emulator.link import plain_links
 from ps.jobs import Product
 from ps.operands import Operand
-from ps.planner import Planner
+from ps.planner import Plan, Planner
 from testbed.inject import Injection, Injector
 from testbed.virtual_pods import VirtualPods
 from testbed.virtual_server import NOTICED_AFTER_S, VirtualServer
@@ -41,6 +43,22 @@ def multiply(server: VirtualServer, shapes: list[tuple[int, int, int]], seed: in
         np.testing.assert_allclose(out, left @ right.transpose(0, 2, 1), rtol=1e-3, atol=1e-3)
         flops += 2 * rows * inner * columns
     return flops
+
+
+def test_answers_are_held_up_behind_downloads_as_in_a_pod() -> None:
+    """Three blocks that come down one after the other, in 125 ms each: but for the last, answers meet a full buffer."""
+    profile, links = Profile(1e12, 0.0, 8e6, 1e9, 0.005, 1 << 30, 4), plain_links(1)
+    links.table["queue_down_s"] = 0.05
+    server = VirtualServer(pack_profiles([profile]), ["phone"], Planner(), links=links)
+    inner, done = 125_000 // 8, SimpleQueue[int]()
+    left, right = (Operand(np.ones((1, count, inner), np.float32)) for count in (3, 1))
+    tiles = np.array([[0, 1, row, 1, 0, 1] for row in range(3)])
+    plan = Plan(tiles, device=np.zeros(3, np.int64), fresh=np.ones((3, 2), bool), makespan_s=0.0)
+    server.submit(Product(left, right, np.empty((1, 3, 1), np.float32), partial(done.put, 1), plan=plan))
+    server.collect(done)
+    columns = server.records.columns()
+    due_s = np.sort(columns["due_s"]) - columns["sent_s"][0]
+    assert due_s == pytest.approx([0.135 + 0.05, 0.26 + 0.05, 0.385], abs=0.001)
 
 
 KINDS = ("leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill")
