@@ -45,6 +45,7 @@ from ps.access import REVOKED, Refusal
 from ps.access_file import AccessFile
 from ps.answers import Answers
 from ps.assignments import REACTION_S
+from ps.attendance import Attendance
 from ps.checking import Checking
 from ps.dispatcher import Dispatcher
 from ps.door import PASSING, open_router
@@ -122,14 +123,15 @@ class Server:
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
         self._checking = Checking(self._jobs, self.totals)
-        self._alive = 0
-        self._joined = threading.Condition()
+        self._attendance = Attendance()
         self._complained: set[bytes] = set()
         self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
         opened = open_router(host, port, listen, access, lambda text: self.notice(text))
         self._context, self._router, self.address, self._door = opened
+        self.public_addresses = self._door.addresses if self._door else []  # where devices elsewhere may join
+        self.public_key = self._door.public_key if self._door else ""
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
@@ -174,15 +176,6 @@ class Server:
             raise ServerError(f"the server has stopped: {self.error}")
         self._requests.add(something)
 
-    @property
-    def public_addresses(self) -> list[str]:
-        """Where devices elsewhere may join, if they may."""
-        return self._door.addresses if self._door else []
-
-    @property
-    def public_key(self) -> str:
-        return self._door.public_key if self._door else ""
-
     def trust(self, key: str, name: str, devices: int) -> None:
         """For this run the holder of this key may join without an invitation, with so many devices a connection."""
         if self._door is not None:
@@ -205,11 +198,10 @@ class Server:
     @property
     def devices(self) -> int:
         """How many devices are there now."""
-        return self._alive
+        return self._attendance.present
 
     def wait_for_devices(self, count: int, timeout_s: float) -> bool:
-        with self._joined:
-            return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
+        return self._attendance.wait_for(count, timeout_s)
 
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
@@ -223,8 +215,7 @@ class Server:
             log.exception("the server's thread failed")
             self.error = error
         finally:
-            with self._joined:
-                self._joined.notify_all()
+            self._attendance.end()
             for live in list(self._jobs.values()):
                 live.product.done()  # whoever waits finds `error` set
             if self._door is not None:
@@ -361,9 +352,7 @@ class Server:
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
-        with self._joined:
-            self._alive += len(new)
-            self._joined.notify_all()
+        self._attendance.change(len(new))
 
     def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
         assert self._door is not None, "only a door has keys"
@@ -398,8 +387,7 @@ class Server:
         self._forget(gone)
 
     def _forget(self, devices: list[int]) -> None:
-        with self._joined:
-            self._alive -= len(devices)
+        self._attendance.change(-len(devices))
         self._handle(DevicesLeft(devices))
 
     def _begin(self, products: Sequence[Product]) -> None:
@@ -476,8 +464,7 @@ class Server:
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
-                    with self._joined:
-                        self._alive -= 1
+                    self._attendance.change(-1)
                 case CheckJob(job=job):
                     complete.append(job)
                 case BlocksLost(loss=loss, devices=devices, blocks=blocks):
@@ -493,7 +480,7 @@ class Server:
         if reason == self._said_waiting:
             return
         self._said_waiting = reason
-        missing = "" if self._alive else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
+        missing = "" if self.devices else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
         elsewhere = "; from elsewhere with an invitation: cleave invite" if self._door else ""
         help_ = f"One joins with: python -m agent --ps {self.address}{elsewhere}"
         self.notice(f"waiting for a device that can go on: {reason}{missing}. {help_}")
