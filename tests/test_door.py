@@ -165,6 +165,20 @@ def test_a_key_of_the_run_may_bring_many_devices_and_is_not_written_down(guarded
     assert guarded.access.read().enrolled == ()
 
 
+def test_a_pod_with_a_key_of_the_run_works_over_an_encrypted_connection(start: Start, guarded: Guarded) -> None:
+    keys, server = Keys.new(), guarded.server
+    server.trust(keys.public, "pod", devices=20)
+    fleet = {
+        "profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * 20,
+        "labels": [f"emulated-{i}" for i in range(20)],
+        "curve": {"server": server.public_key, "secret": keys.secret},
+    }
+    start("emulator.pod", "--ps", guarded.endpoint, "--links", "off", stdin=json.dumps(fleet))
+    assert server.wait_for_devices(20, LIMIT_S)
+    Multiplication(server, (1, 120, 90, 110)).check()
+    assert guarded.refusals() == []
+
+
 # ---- those who may not
 
 
