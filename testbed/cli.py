@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agent.errors import Failure, UserError
-from testbed import interrupts
+from testbed import cli_containers, interrupts
 
 app = typer.Typer(
     name="cleave",
@@ -28,6 +28,8 @@ trace_app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(trace_app, name="trace")
+app.command()(cli_containers.image)
+app.command()(cli_containers.clean)
 
 
 @app.callback()
