@@ -212,27 +212,35 @@ class Engine:
                 found[labels[RUN_LABEL]] = labels.get(OWNER_LABEL, "")
         return found
 
-    def remove(self, run: str) -> tuple[int, int]:
-        """All containers and networks of a run, running or not; how many there were."""
-        import docker.errors
-
-        def gone(thing: Any, **options: Any) -> None:
-            with contextlib.suppress(docker.errors.NotFound), self._explained(f"remove {thing.name}"):
-                try:
-                    thing.remove(**options)
-                except docker.errors.APIError as error:
-                    if error.status_code != 409 or "already in progress" not in str(error):
-                        raise
-
+    def remove_containers(self, run: str) -> int:
+        """All of a run, running or not; how many there were."""
         label = {"label": f"{RUN_LABEL}={run}"}
         with self._explained("list what is ours"):
-            containers = self.client.containers.list(all=True, filters=label, ignore_removed=True)
-            networks = self.client.networks.list(filters=label)
+            found = self.client.containers.list(all=True, filters=label, ignore_removed=True)
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda container: gone(container, force=True, v=True), containers))
-        for network in networks:
-            gone(network)
-        return len(containers), len(networks)
+            list(pool.map(lambda container: self._remove(container, force=True, v=True), found))
+        return len(found)
+
+    def remove_networks(self, run: str) -> int:
+        """All of a run, which nobody may be connected to any more; how many there were."""
+        with self._explained("list what is ours"):
+            found = self.client.networks.list(filters={"label": f"{RUN_LABEL}={run}"})
+        for network in found:
+            self._remove(network)
+        return len(found)
+
+    def _remove(self, thing: Any, **options: Any) -> None:
+        """Whoever else removes it at the same moment is welcome."""
+        import docker.errors
+
+        with self._explained(f"remove {thing.name}"):
+            try:
+                thing.remove(**options)
+            except docker.errors.NotFound:
+                pass
+            except docker.errors.APIError as error:
+                if error.status_code != 409 or "already in progress" not in str(error):
+                    raise
 
 
 class Stream:

@@ -384,6 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
     )
+    parser.add_argument("--clock-offset-ns", type=int, default=0, help="of the server's clock, on another machine")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
@@ -394,7 +395,7 @@ def main(arguments: list[str] | None = None) -> int:
     absent = fleet.get("absent", ())
     links = links_from_json(fleet, len(profiles))
     models = Models.from_json(fleet["models"]) if fleet.get("models") else None
-    clock = ScaledClock(options.scale)
+    clock = ScaledClock(options.scale, options.clock_offset_ns)
     pod = Pod(profiles, fleet["labels"], options.links == "model", clock, orders, absent, tell, links, models)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -417,8 +418,9 @@ def tell(line: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Linux: be killed when the testbed is, even by kill -9. Elsewhere the silent server ends us, a little later."""
-    if sys.platform == "linux":
+    """Linux: be killed when the testbed is, even by kill -9. Elsewhere the silent server ends us, a little later; also
+    in a container, where we are the first process and our parent is none of ours."""
+    if sys.platform == "linux" and os.getppid() != 0:
         import ctypes
 
         parent_death_signal = 1

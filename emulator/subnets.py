@@ -34,26 +34,29 @@ def asked_subnet(text: str, containers: int, used: Sequence[IPv4Network]) -> IPv
     try:
         network = ipaddress.IPv4Network(text)
     except ValueError:
-        raise UserError(
-            f'launch.subnet is "{text}"; it must be an IPv4 range such as 10.77.0.0/16, or "auto"'
-        ) from None
+        raise UserError(f'launch.subnet is "{text}"; it must be an IPv4 range such as 10.77.0.0/16') from None
     room = max(0, network.num_addresses - 3)  # the network's own address, the gateway's, the broadcast address
     if room < containers:
         raise UserError(
             f"launch.subnet {network} has room for {room:,} containers and there are {containers:,}: "
-            'give a larger range, or "auto"'
+            "give a larger range, or leave it out"
         )
     if clash := next((other for other in used if other.prefixlen > 0 and other.overlaps(network)), None):
         instead = next(free_subnets(used), None)
         raise UserError(
             f"launch.subnet {network} is in use here ({clash}): "
-            + (f'take another, for example {instead}, or "auto"' if instead else "take another")
+            + (f"take another, for example {instead}, or leave it out" if instead else "take another")
         )
     return network
 
 
 def bridges_for(containers: int) -> int:
     return -(-containers // PORTS)
+
+
+def split(network: IPv4Network, count: int) -> list[IPv4Network]:
+    """Equal parts, so many or more, of which the first are taken."""
+    return list(network.subnets(prefixlen_diff=(count - 1).bit_length()))[:count]
 
 
 def host_routes(table: Path = Path("/proc/net/route")) -> list[IPv4Network]:

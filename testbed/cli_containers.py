@@ -64,8 +64,8 @@ def clean(
             if alive(owner) and not everything:
                 spared.append(run)
                 continue
-            removed = engine.remove(run)
-            containers, networks = containers + removed[0], networks + removed[1]
+            containers += engine.remove_containers(run)
+            networks += engine.remove_networks(run)
     finally:
         engine.close()
     print(f"removed {containers} containers and {networks} networks")

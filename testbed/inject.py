@@ -47,7 +47,7 @@ class Injection:
 
 
 class Targets(Protocol):
-    """What the injector needs of `testbed.launch.Pods`."""
+    """What the injector needs of `testbed.pods.PodGroup`."""
 
     def place(self, device: int) -> tuple[int, int]: ...
     def device(self, pod: int, index: int) -> int: ...

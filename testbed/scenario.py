@@ -195,7 +195,17 @@ class Server(_Section):
 
 
 class Launch(_Section):
-    kind: Literal["processes"] = "processes"
+    kind: Literal["processes", "docker"] = "processes"
+    image: str | None = Field(default=None, min_length=1)  # of docker, as all below; "cleave-device" if not given
+    subnet: str | None = Field(default=None, min_length=1)  # of the bridges; a free one if not given
+    server_address: str | None = Field(default=None, min_length=1)  # of this machine, as containers reach it
+
+    @model_validator(mode="after")
+    def _what_belongs_to_docker(self) -> Launch:
+        for key in ("image", "subnet", "server_address"):
+            if self.kind != "docker" and getattr(self, key) is not None:
+                raise ValueError(f'{key} belongs to kind = "docker"; kind is "{self.kind}"')
+        return self
 
 
 # a fault, and the keys that it needs beside at, do and whom it is for
@@ -297,6 +307,8 @@ class Scenario(_Section):
     def _time_to_be_modelled(self) -> Scenario:
         if self.links.kind == "off" and self.clock.kind != "wall":
             raise ValueError(f'links.kind is "off": no time is modelled, and clock.kind = "{self.clock.kind}" has none')
+        if self.launch.kind == "docker" and self.clock.kind == "virtual":
+            raise ValueError('clock.kind is "virtual": nothing is started, and launch.kind = "docker" has no meaning')
         return self
 
     @model_validator(mode="after")
