@@ -66,7 +66,7 @@ class Engine:
         import docker  # half a second, and only for those who use it
 
         self.address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-        self.local = self.address.startswith(("unix://", "npipe://"))
+        self.local = self.address.startswith("unix://")
         self.run, self._labels = run, {RUN_LABEL: run, OWNER_LABEL: owner}
         with self._explained("answer"):
             self.client: Any = docker.from_env(timeout=TIMEOUT_S, max_pool_size=2 * THREADS)

@@ -36,7 +36,7 @@ from agent.operands import BlockRow, Operands
 from agent.profile import PROFILE
 from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Result, WireError, Work
 from emulator.device import Devices
-from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
+from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, exhaust, report
 from emulator.link import Links, links_from_json
 from emulator.performance import Models
 
@@ -206,6 +206,8 @@ class Pod:
                 there = list(order.devices)
                 for device in there:
                     self._liar.begin(device, order.how)
+            case "exhaust":
+                exhaust(int(self._profiles["memory_bytes"].sum()) + (1 << 30))  # more than any limit that it may have
             case "corrupt":
                 there = self._roster.present
                 if line is not None:

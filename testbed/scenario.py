@@ -210,20 +210,25 @@ class Launch(_Section):
 
 # a fault, and the keys that it needs beside at, do and whom it is for
 _NEEDS = {"freeze": ("seconds",), "slow": ("factor",), "lie": ("how",), "flap": ("times", "period")}
-_NEEDS["stop"] = _NEEDS["freeze"]
+_NEEDS["stop"] = _NEEDS["disconnect"] = _NEEDS["freeze"]
 _MAY_HAVE = {"leave": ("seconds",), "vanish": ("seconds",)}
-_OF_PODS = ("kill", "stop", "corrupt")
+_OF_PODS = ("kill", "stop", "corrupt", "disconnect", "exhaust")
+_OF_CONTAINERS = ("disconnect", "exhaust")
 _EXAMPLES = {"seconds": "5", "factor": "4", "how": '"noise"', "times": "3", "period": '"10 s"'}
 
 
 class Fault(_Section):
     at: Duration  # after the first step begins
-    do: Literal["leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill", "stop", "flap"]
+    do: Literal[
+        "leave", "vanish", "return", "freeze", "slow", "lie", "flap",
+        "corrupt", "kill", "stop", "disconnect", "exhaust",
+    ]  # fmt: skip
     devices: int | None = Field(default=None, ge=1)  # so many, chosen by the seed
     share: Part | None = None  # or this part of the fleet
     network: NetworkName | None = None  # or all devices of one access network
-    pods: int | None = Field(default=None, ge=1)  # of kill, stop and corrupt, chosen by the seed; 1 if not given
-    seconds: float | None = Field(default=None, gt=0, le=1e6)  # of freeze, stop; of leave, vanish: until they return
+    pods: int | None = Field(default=None, ge=1)  # of those for whole pods, chosen by the seed; 1 if not given
+    # of freeze, stop, disconnect; of leave, vanish: until they return
+    seconds: float | None = Field(default=None, gt=0, le=1e6)
     factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is as fast as the profile says
     how: Literal["noise", "element", "stale", "zeros", "nan"] | None = None  # of lie
     times: int | None = Field(default=None, ge=1, le=10_000)  # of flap
@@ -318,6 +323,15 @@ class Scenario(_Section):
                 raise ValueError(
                     f'a fault, "{fault.do}" at {fault.at}, is for {fault.devices} devices; '
                     f"fleet.devices is {self.fleet.devices}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _faults_of_containers(self) -> Scenario:
+        for fault in self.faults:
+            if fault.do in _OF_CONTAINERS and self.launch.kind != "docker":
+                raise ValueError(
+                    f'a fault, "{fault.do}" at {fault.at}, is for containers: it needs launch.kind = "docker"'
                 )
         return self
 

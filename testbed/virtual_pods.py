@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from testbed.pods import no_cable
 from testbed.virtual_server import VirtualServer
 
 
@@ -48,6 +49,12 @@ class VirtualPods:
 
     def resume(self, pod: int) -> None:
         self._server.join([device for device in self._paused.pop(pod, []) if not self._server.is_present(device)])
+
+    def disconnect(self, pod: int) -> None:
+        raise no_cable()
+
+    def reconnect(self, pod: int) -> None:
+        raise no_cable()
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
         """Orders are carried out at once."""
