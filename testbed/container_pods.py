@@ -33,7 +33,7 @@ class PodContainer:
         self._unread = b""
         self._ended = False
         self._code: int | None = None
-        self.out_of_memory = False
+        self.out_of_memory = False  # known once it has ended
         self.paused = False
         engine.do(f"look at {container.name}", container.reload)
         settings = container.attrs["NetworkSettings"]["Networks"]
@@ -88,6 +88,9 @@ class PodContainer:
 
     def last_words(self) -> str:
         return self._stream.errors.decode(errors="replace")
+
+    def fate(self) -> str:
+        return f"exit code {self.code}, " + ("out of memory" if self.out_of_memory else "not by us")
 
     def kill(self) -> None:
         self._engine.do("kill a container", self._container.kill)

@@ -191,7 +191,8 @@ class Injector:
         self._churn: Iterator[Event] = schedule.forever() if schedule else iter(())
         self._next_churn = next(self._churn, None)
         self._sent = 0  # faults
-        self._killed: set[int] = set()
+        self._killed: set[int] = set()  # or told to exhaust their memory: they report no more
+        self._dead: set[int] = set()  # killed: there is nobody to pause or resume
         self._pending: dict[int, set[int]] = {}  # fault -> pods that have not reported it yet
         self._pending_churn: Counter[int] = Counter()  # pod -> orders that it has not reported yet
         self._done: dict[int, list[tuple[float, int]]] = {}  # fault -> when, and how many devices or pods
@@ -234,6 +235,7 @@ class Injector:
             for pod in injection.pods:
                 self._killed.add(pod)
                 if injection.do == "kill":
+                    self._dead.add(pod)
                     self._targets.kill(pod)
                 else:
                     self._targets.order(pod, {"do": injection.do})
@@ -248,7 +250,7 @@ class Injector:
         actions = {"stop": targets.pause, "continue": targets.resume}
         actions |= {"disconnect": targets.disconnect, "reconnect": targets.reconnect}
         if injection.do in actions:
-            running = [pod for pod in injection.pods if pod not in self._killed]
+            running = [pod for pod in injection.pods if pod not in self._dead]
             for pod in running:
                 actions[injection.do](pod)
             self._done[number] = [(now_s, len(running))] if running else []

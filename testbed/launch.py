@@ -100,6 +100,9 @@ class PodProcess:
     def last_words(self) -> str:
         return self.process.stderr.read().decode(errors="replace") if self.process.stderr else ""
 
+    def fate(self) -> str:
+        return "SIGKILL, not ours"
+
     def kill(self) -> None:
         self.process.kill()
 

@@ -53,6 +53,10 @@ class Handle(Protocol):
         ...
 
     def last_words(self) -> str: ...
+    def fate(self) -> str:
+        """Of one that was killed: by what, as far as is known."""
+        ...
+
     def kill(self) -> None: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -107,10 +111,12 @@ class PodGroup:
                     f"a pod ended with code {handle.code}: {handle.last_words().strip() or 'it said nothing'}"
                 )
 
-    def give_up_killed(self) -> None:
+    def give_up_killed(self) -> list[str]:
         """A pod that somebody has killed (kill -9, or a host or container without memory) is lost like any device, and
-        no reason to end the run."""
-        self._killed.update(pod for pod, handle in enumerate(self._handles) if handle.was_killed)
+        no reason to end the run. A line on each that was not killed here."""
+        lost = [pod for pod, handle in enumerate(self._handles) if pod not in self._killed and handle.was_killed]
+        self._killed.update(lost)
+        return [f"pod {pod} was killed ({self._handles[pod].fate()}): the run goes on without it" for pod in lost]
 
     # ---- faults
 

@@ -20,8 +20,9 @@ class VirtualPods:
     def check(self) -> None:
         """They cannot die."""
 
-    def give_up_killed(self) -> None:
+    def give_up_killed(self) -> list[str]:
         """Nor be killed by somebody else."""
+        return []
 
     def memory_bytes(self) -> int:
         return 0

@@ -22,7 +22,6 @@ from docker_engine import CLEAVE, ROOT, TestEngine, engine, why_not
 from agent.errors import UserError
 from emulator.allotments import OWN_BYTES, allotment
 from emulator.containers import IMAGE, RUN_LABEL, Engine, NoEngine, Spec
-from emulator.zoo import load_device
 from testbed.ground import Ground
 from testbed.scenario import Launch
 
@@ -30,14 +29,25 @@ if TYPE_CHECKING:
     from conftest import Until
 
 pytestmark = pytest.mark.timeout(600)  # the first one installs the engine and makes the image
-DEVICE = "raspberry-pi-4"
-SCENARIO = f"""
+DEVICE = """
+title = "a device of tests"
+kind = "board"
+gemm = "24 GFLOPS"
+basis = "estimate"
+overhead = "200 us"
+ram = "1 GB"
+ram_basis = "estimate"
+budget = "64 MB"
+source = "made up"
+"""
+BUDGET_BYTES = 64_000_000
+SCENARIO = """
 name = "containers"
 seed = 1
-model = {{name = "opt-tiny"}}
-data = {{batch = 4, sequence = 32}}
-launch = {{kind = "docker"}}
-fleet = {{devices = 6, kinds = {{{DEVICE} = 1}}, networks = {{uk-ftth = 1}}}}
+model = {name = "opt-tiny"}
+data = {batch = 4, sequence = 32}
+launch = {kind = "docker"}
+fleet = {devices = 6, kinds = {"device.toml" = 1}, networks = {uk-ftth = 1}, line_share = 0.2}
 """
 
 
@@ -69,6 +79,7 @@ def ours(docker: TestEngine) -> list[str]:
 
 
 def scenario(folder: Path, text: str) -> str:
+    (folder / "device.toml").write_text(DEVICE)
     file = folder / "scenario.toml"
     file.write_text(SCENARIO + text)
     return str(file)
@@ -111,6 +122,8 @@ def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothin
     assert told["pods"] == told["devices"] == 6
     done_to = {fault["do"]: fault["done"] for fault in told["audit"]["faults"]["list"]}
     assert {"stop": 1, "disconnect": 1, "kill": 1, "exhaust": 1}.items() <= done_to.items()
+    assert "was killed (exit code 137, out of memory): the run goes on without it" in done.stdout
+    assert told["lost_devices"] >= 2
     assert not ours(at)
 
 
@@ -148,11 +161,10 @@ def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_els
 
 def check_limits(found: list[dict[str, Any]]) -> None:
     """One device each, on its own address, with the limits of its model."""
-    device = load_device(DEVICE)
     addresses = set()
     for container in found:
         limits = container["HostConfig"]
-        assert limits["Memory"] == limits["MemorySwap"] == device.budget_bytes + OWN_BYTES
+        assert limits["Memory"] == limits["MemorySwap"] == BUDGET_BYTES + OWN_BYTES
         assert 0.1 < limits["CpuQuota"] / limits["CpuPeriod"] < 1.1  # a core's rate is measured; see test_allotments
         assert limits["CpuQuota"] >= 1000
         assert not limits["Privileged"]
