@@ -269,6 +269,18 @@ def in_namespace(namespace: int | str, act: Callable[[], T]) -> T:
     return _elsewhere(enter, act)
 
 
+def setting(namespace: int | str, key: str) -> int | None:
+    """A number under /proc/sys, as that namespace has it; None if its kernel does not know it."""
+    try:
+        return int(in_namespace(namespace, Path("/proc/sys", key).read_text))
+    except FileNotFoundError:
+        return None
+
+
+def set_setting(namespace: int | str, key: str, value: int) -> None:
+    in_namespace(namespace, lambda: Path("/proc/sys", key).write_text(str(value)))
+
+
 def in_new_namespace(act: Callable[[], T]) -> T:
     """In a namespace of its own, which has nothing but a loopback that is down, and is gone afterwards."""
     return _elsewhere(lambda: _call("unshare", _CLONE_NEWNET), act)

@@ -39,10 +39,12 @@ from emulator.shaping_plan import (
     Side,
     commands,
     make_plan,
+    settings,
 )
 
 ROOT, HANDLE = 0xFFFFFFFF, 0x10000  # htb is 1:
 UNLIMITED_SEGMENTS = 65_535
+DEFAULTS = {"net/ipv4/tcp_limit_output_bytes": 4 << 20, "net/ipv4/tcp_rto_min_us": 200_000}  # Linux's own
 _HTB_CLASS = struct.Struct("=BBHhHIBBHhHIIIIII")
 _ETHERNET = 1  # link layer: the kernel computes times itself, without tables of ours
 _IPV4 = socket.htons(0x0800)
@@ -204,8 +206,13 @@ class _Ends:
 
     def apply(self, plan: Plan, undo: ExitStack) -> None:
         inside, outside = self.asked.namespace, self.asked.server_namespace
-        for link, where, message, back in self._routes():
+        for link, where, message, back in self._routes(plan.patience_s):
             self._do(link, [message], "a route", where, back, undo)
+        if inside is not None:
+            for key, value in settings(plan).items():
+                if (was := netlink.setting(inside, key)) is not None:
+                    netlink.set_setting(inside, key, value)
+                    undo.callback(netlink.set_setting, inside, key, was)
         lumps = [(self._inside, inside, self._up, plan.up), (self._outside, outside, self._down, plan.down)]
         if self._bridge is not None:  # the server's route ends there
             lumps.append((self._outside, outside, self._bridge, plan.down))
@@ -238,7 +245,7 @@ class _Ends:
         if back is not None:
             undo.callback(_send_quietly, where, back)
 
-    def _routes(self) -> list[tuple[Netlink, int | str | None, bytes, bytes]]:
+    def _routes(self, patience_s: float = 0.0) -> list[tuple[Netlink, int | str | None, bytes, bytes]]:
         """The prefix is the pod's own, and the server's side finds it there: message, and what undoes it."""
         if self.asked.prefix is None:
             return []
@@ -250,7 +257,9 @@ class _Ends:
         to = ("RTA_DST", str(prefix.network_address))
         new = netlink.CREATE | netlink.EXCLUSIVE
         here = (prefix.prefixlen, _LOCAL, _LOCAL_TABLE, _HOST_SCOPE, to, ("RTA_OIF", lo))
-        there = (prefix.prefixlen, _UNICAST, _MAIN_TABLE, _UNIVERSE, to, ("RTA_GATEWAY", gateway))
+        there: tuple[Any, ...] = (prefix.prefixlen, _UNICAST, _MAIN_TABLE, _UNIVERSE, to, ("RTA_GATEWAY", gateway))
+        if patience_s:
+            there += (("RTA_METRICS", {"attrs": [("RTAX_RTO_MIN", round(1e3 * patience_s))]}),)
         return [
             (link, where, link.route(netlink.NEW_ROUTE, new, *route), link.route(netlink.DELETE_ROUTE, 0, *route))
             for link, where, route in (
@@ -280,6 +289,10 @@ class _Ends:
                 link.send([_remove_root(link, index)])
             with suppress(NetlinkError):
                 link.send([_segments(link, index, UNLIMITED_SEGMENTS)])
+        if self.asked.namespace is not None:
+            with suppress(OSError):
+                for key, value in DEFAULTS.items():
+                    netlink.set_setting(self.asked.namespace, key, value)
         for link, _, _, back in self._routes():
             with suppress(NetlinkError):
                 link.send([back])

@@ -5,8 +5,12 @@ address, down on the server's, chosen by the destination. The class is the low 1
 classic BPF program finds all of them. Where the kernel has netem, a leaf under the class adds delay, jitter and loss.
 
 - Our profiles' rates are throughput: the class gets as much more as Ethernet, IP and TCP headers take of a full packet.
-- Bare acknowledgements go past the class. Our rates were measured one direction at a time, and on a line of 20:1 the
-  acknowledgements of a full downlink would take half of the uplink.
+- A device's bare acknowledgements go past its uplink's class. Our rates were measured one direction at a time, and on
+  a line of 20:1 the acknowledgements of a full downlink would take half of the uplink.
+- Data that waits in the uplink's queue carries acknowledgements, too. Overtaken by newer ones for long, the server's
+  TCP would take it for forged (RFC 5961) and drop it. So senders in the pod's namespace may have about two packets
+  there; the rest waits in their socket, and carries the acknowledgement of the moment when it leaves.
+- TCP takes 0.2 s of silence after the first packets for loss. Where ten packets take longer than that, it is told so.
 - What is not from or to one of the devices' addresses goes past, too.
 - netem alone would let packets overtake each other under jitter; told a rate, it keeps them in order. It is told one
   that is well above the class's, so that it is never the bottleneck.
@@ -38,6 +42,9 @@ FIRST_CLASS, LAST_CLASS = 2, 0xFFFE  # of 16 bits; 1 is the root's own number, a
 TICK_S = 64e-9  # the kernel's unit of time in these messages
 MOST_DELAY_S = 270.0  # 32 bits of it
 IN_ORDER = 8  # netem's own rate, times the class's
+QUEUED_BYTES = 4096  # of one connection in the queue of its uplink
+FIRST_PACKETS = 12  # what TCP sends before it knows how fast the line is, and a little
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.2, 30.0  # before TCP repeats what is not acknowledged; the first is Linux's own
 MODEL_INSTEAD = 'or use links.kind = "model", which needs no privileges'
 
 Way = Literal["up", "down"]
@@ -119,6 +126,12 @@ class Plan:
     up: Side
     down: Side
     in_user_space: tuple[str, ...]  # of what was asked, what this kernel does not do
+
+    @property
+    def patience_s(self) -> float:
+        """How long TCP waits before it takes silence for loss: what the first packets may take, one way and back."""
+        slowest = [min(one.rate_bytes_s for one in side.classes) for side in (self.up, self.down)]
+        return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, FIRST_PACKETS * FRAME_BYTES / min(slowest)))
 
 
 def addresses(prefix: str, count: int) -> list[str]:
@@ -247,13 +260,16 @@ def _number(address: str) -> int:
 
 def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
     """Classic BPF: class 1:x for a packet from (up) or to (down) the address that ends in x; 0, no class, for bare
-    acknowledgements and for whatever is none of the devices'. Operation, two jumps, operand."""
+    acknowledgements that go up, and for whatever is none of the devices'. Operation, two jumps, operand."""
     ip = 0xFFF00000  # offsets count from the IP header
     mine = ip + (12 if way == "up" else 16)
     load, load_half, load_byte = 0x20, 0x28, 0x30
     and_, or_, shift_left, shift_right, add, subtract_x, equal, tax, give_a, give = (
         0x54, 0x44, 0x64, 0x74, 0x04, 0x1C, 0x15, 0x07, 0x16, 0x06,
     )  # fmt: skip
+    class_of = [(load, 0, 0, mine), (and_, 0, 0, 0xFFFF), (or_, 0, 0, 0x10000), (give_a, 0, 0, 0), (give, 0, 0, 0)]
+    if way == "down":
+        return [(load, 0, 0, mine), (and_, 0, 0, 0xFFFF0000), (equal, 0, 4, network << 16), *class_of]
     return [
         (load, 0, 0, mine),
         (and_, 0, 0, 0xFFFF0000),
@@ -273,12 +289,16 @@ def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
         (load_half, 0, 0, ip + 2),
         (subtract_x, 0, 0, 0),
         (equal, 4, 0, 0),  # then: headers only
-        (load, 0, 0, mine),
-        (and_, 0, 0, 0xFFFF),
-        (or_, 0, 0, 0x10000),
-        (give_a, 0, 0, 0),
-        (give, 0, 0, 0),
+        *class_of,
     ]
+
+
+def settings(plan: Plan) -> dict[str, int]:
+    """Of TCP in the pod's own namespace, under /proc/sys; none where the pod shares its namespace with others."""
+    if plan.asked.namespace is None:
+        return {}
+    patience = {"net/ipv4/tcp_rto_min_us": round(1e6 * plan.patience_s)} if plan.patience_s > LEAST_PATIENCE_S else {}
+    return {"net/ipv4/tcp_limit_output_bytes": QUEUED_BYTES} | patience
 
 
 # ---- as commands
@@ -293,7 +313,8 @@ def commands(plan: Plan) -> list[str]:
     if asked.prefix is not None:
         gateway = asked.gateway or f"$(address of {asked.interface})"
         lines.append(f"{inside}ip route add local {asked.prefix} dev lo")
-        lines.append(f"{outside}ip route add {asked.prefix} via {gateway}")
+        lines.append(f"{outside}ip route add {asked.prefix} via {gateway} rto_min {round(1e3 * plan.patience_s)}ms")
+    lines += [f"{inside}sysctl -w {key.replace('/', '.')}={value}" for key, value in settings(plan).items()]
     return lines + _side_commands(inside, asked.interface, plan.up) + _side_commands(outside, other, plan.down)
 
 
