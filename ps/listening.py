@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-
 import zmq
 
 from agent.errors import UserError
+from agent.limits import raise_file_limit
 from agent.wire import MAX_FRAME_BYTES
 
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
@@ -19,7 +17,7 @@ class AddressError(UserError):
 
 def listening(host: str, port: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """A context and its ROUTER, bound; port 0 is any free one."""
-    _raise_file_limit()
+    raise_file_limit()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, 1 << 16)
     router = context.socket(zmq.ROUTER)
@@ -46,11 +44,3 @@ def listening(host: str, port: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq
             )
         ) from None
     return context, router
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file: allow as many as this user may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
