@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import ssl
 import struct
@@ -23,6 +24,7 @@ from emulator.subnets import free_subnets, host_routes
 
 IMAGE = "cleave-device"
 RUN_LABEL, OWNER_LABEL, SOURCES_LABEL = "cleave.run", "cleave.owner", "cleave.sources"
+SHAPES_LINKS = ["NET_ADMIN", "SYS_ADMIN", "SYS_PTRACE"]  # what it takes to change an interface of another container
 THREADS = 8  # that talk to the engine at the same time
 TIMEOUT_S = 120.0  # of one request: an engine that starts hundreds of containers takes its time
 STANDARD_ERROR = 2
@@ -55,7 +57,7 @@ class Spec:
     quota_us: int = 0  # processor time in a period; 0: no limit
     period_us: int = 0
     memory_bytes: int = 0  # 0: no limit
-    privileged: bool = False  # to shape links, with all of the host's interfaces in sight
+    shapes_links: bool = False  # may change interfaces, and sees all of the host's processes
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -156,44 +158,61 @@ class Engine:
         import docker.errors
         from docker.types import LogConfig
 
-        host = spec.network == "host"
-        locked: dict[str, Any] = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "read_only": True}
         with self._explained(f"make the container {spec.name}"):
+            api = self.client.api
+            limits = api.create_host_config(
+                network_mode=spec.network,
+                pid_mode="host" if spec.shapes_links else None,
+                log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
+                cpu_quota=spec.quota_us or None,
+                cpu_period=spec.period_us or None,
+                mem_limit=spec.memory_bytes or None,
+                memswap_limit=spec.memory_bytes or None,  # memory and swap together: no swap
+                read_only=True,
+                cap_drop=["ALL"],
+                cap_add=SHAPES_LINKS if spec.shapes_links else None,
+                security_opt=["apparmor=unconfined" if spec.shapes_links else "no-new-privileges"],
+            )
+            if spec.shapes_links:  # TCP's settings of a container's network lie under /proc/sys
+                limits |= {"ReadonlyPaths": [], "MaskedPaths": []}
             try:
-                return self.client.containers.create(
+                made = api.create_container(
                     image,
                     list(spec.command),
                     name=spec.name,
                     labels=self._labels | dict(spec.labels),
                     stdin_open=True,
-                    log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
-                    cpu_quota=spec.quota_us or None,
-                    cpu_period=spec.period_us or None,
-                    mem_limit=spec.memory_bytes or None,
-                    memswap_limit=spec.memory_bytes or None,  # memory and swap together: no swap
-                    **({"network_mode": "host", "pid_mode": "host"} if host else {"network": spec.network}),
-                    **({"privileged": True, "user": "0:0"} if spec.privileged else locked),
+                    host_config=limits,
+                    user="0:0" if spec.shapes_links else None,
                 )
+                return self.client.containers.get(made["Id"])
             except docker.errors.ImageNotFound:
                 raise UserError(missing_image(image, self.address)) from None
 
-    def attach(self, container: Any) -> Stream:
+    def start(self, spec: Spec, image: str) -> tuple[Any, Stream]:
+        """Running, and attached since before it began."""
+        container = self.create(spec, image)
         with self._explained(f"attach to {container.name}"):
             params = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            return Stream(container.attach_socket(params=params))
-
-    def start(self, spec: Spec, image: str, first: bytes = b"") -> tuple[Any, Stream]:
-        """Running, attached, and told this."""
-        container = self.create(spec, image)
-        stream = self.attach(container)
+            stream = Stream(container.attach_socket(params=params))
         try:
             with self._explained(f"start {spec.name}"):
                 container.start()
-            stream.send_all(first)
         except BaseException:
             stream.close()
             raise
         return container, stream
+
+    def ask(self, spec: Spec, image: str, question: bytes) -> tuple[int, bytes, str]:
+        """A container that is told this, and nothing more, until it ends: exit code, output, errors. It is removed."""
+        container, stream = self.start(spec, image)
+        try:
+            stream.send_all(question, last=True)
+            output = stream.receive_all(TIMEOUT_S)
+            return int(self.do(f"wait for {spec.name}", container.wait)["StatusCode"]), output, stream.errors.decode()
+        finally:
+            stream.close()
+            self._remove(container, force=True, v=True)
 
     def do(self, what: str, action: Any, *arguments: Any, **options: Any) -> Any:
         """One of the SDK's calls, its errors explained."""
@@ -244,21 +263,35 @@ class Engine:
 
 
 class Stream:
-    """Standard input and output of a container over one socket; never blocks once `send_all` is done."""
+    """Standard input and output of a container over one socket. Only what has "all" in its name waits."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw  # the SDK's response hangs on it
         self._socket: Any = getattr(raw, "_sock", raw)
-        self._socket.settimeout(TIMEOUT_S)
+        self._socket.setblocking(False)
         self._received = b""
         self.errors = b""  # what it said on standard error, the last of it
 
     def fileno(self) -> int:
         return int(self._socket.fileno())
 
-    def send_all(self, data: bytes) -> None:
+    def send_all(self, data: bytes, last: bool = False) -> None:
+        """`last`: nothing more will come."""
+        self._socket.settimeout(TIMEOUT_S)
         self._socket.sendall(data)
+        if last:
+            self._socket.shutdown(socket.SHUT_WR)
         self._socket.setblocking(False)
+
+    def receive_all(self, limit_s: float) -> bytes:
+        """Until its end; EngineError if it says nothing for so long."""
+        poll, output = select.poll(), b""
+        poll.register(self.fileno(), select.POLLIN)
+        while (received := self.receive()) is not None:
+            output += received
+            if not received and not poll.poll(int(1000 * limit_s)):
+                raise EngineError(f"a container has said nothing for {limit_s:.0f} s")
+        return output
 
     def send(self, data: bytes) -> int:
         """How much of it was taken; BlockingIOError if nothing is at present, BrokenPipeError at its end."""

@@ -6,6 +6,7 @@ limits, its devices' times are modelled.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,8 @@ from emulator.allotments import Allotment, allotment
 from emulator.containers import THREADS, Bridge, Engine, Spec, Stream
 from emulator.fleet import Fleet
 from testbed.ground import Ground
-from testbed.pods import PodGroup, parts
+from testbed.kernel_links import End, KernelLinks
+from testbed.pods import PodGroup, line_of, parts
 
 KILLED = 137  # 128 + SIGKILL
 GOODBYE_S = 3.0  # for pods to end by themselves
@@ -75,6 +77,11 @@ class PodContainer:
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+    def tell(self, first: bytes) -> None:
+        """What it waits for; it may be long."""
+        with contextlib.suppress(ConnectionError):  # it has ended; whoever checks will say so
+            self._stream.send_all(first)
 
     def send(self, data: bytes) -> int:
         return self._stream.send(data)
@@ -140,25 +147,35 @@ class ContainerPods(PodGroup):
         super().__init__(fleet, count)
         self._ground = ground
         self.started = 0
+        self.start_s = 0.0
         inside = ground.look_inside(address)
         self.allotments = allotments(fleet, inside.core_flops, links != "off") if count == len(fleet) else None
         options = ["--ps", address, "--links", links, "--scale", str(scale)]
         if inside.clock_offset_ns:
             options += ["--clock-offset-ns", str(inside.clock_offset_ns)]
         self._command = ["emulator.pod", *options]
-        self._first = list(parts(fleet, count, absent))
-        self._running: list[PodContainer | None] = [None] * len(self._first)
+        self._parts = list(parts(fleet, count, absent))
+        self._running: list[PodContainer | None] = [None] * len(self._parts)
+        self.links = KernelLinks(ground) if links == "kernel" else None
 
     def start(self) -> None:
-        """All of them, several at a time."""
+        """All of them, several at a time; then their links; then they are told who they are, and join."""
+        begun = time.monotonic()
         with ThreadPoolExecutor(THREADS) as pool:
-            waiting = [pool.submit(self._start, pod) for pod in range(len(self._first))]
+            waiting = [pool.submit(self._start, pod) for pod in range(len(self._parts))]
             try:
                 for future in waiting:
                     future.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        self.start_s = time.monotonic() - begun
+        if self.links is not None:
+            ends = [End(pod.engine_pid, pod.address) for pod in self._handles]
+            for part, more in zip(self._parts, self.links.shape(self.fleet, ends), strict=True):
+                part |= more
+        for pod, part in zip(self._handles, self._parts, strict=True):
+            pod.tell(line_of(part))
 
     def _start(self, pod: int) -> None:
         engine, bridges = self._ground.engine, self._ground.bridges
@@ -173,9 +190,19 @@ class ContainerPods(PodGroup):
             limits.memory_bytes,
             labels={"cleave.pod": str(pod)},
         )
-        container, stream = engine.start(spec, self._ground.image, self._first[pod])
+        container, stream = engine.start(spec, self._ground.image)
         self._running[pod] = PodContainer(engine, container, stream, bridge)
         self.started += 1
+
+    @property
+    def links_told(self) -> str:
+        return "modelled" if self.links is None else self.links.told()
+
+    def reconnect(self, pod: int) -> None:
+        """A new interface, which knows nothing of the old one's limits."""
+        super().reconnect(pod)
+        if self.links is not None:
+            self.links.again(pod)
 
     def limits_told(self) -> str:
         """For people: what the quotas are."""

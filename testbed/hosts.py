@@ -99,6 +99,7 @@ class Host:
     injecting: Callable[[Injector], AbstractContextManager[None]]
     fleet: Fleet
     joined_s: float  # real seconds from the first pod's start until all were there
+    links: str = "modelled"  # for the summary
 
 
 Note = Callable[..., None]  # an event and its fields
@@ -124,7 +125,7 @@ class InContainers:
         return self._ground.listen_on(host)
 
     def start(self, place: Place, address: str, scale: float, display: Display) -> PodGroup:
-        count, begun = place.pod_count, time.monotonic()
+        count = place.pod_count
         address, links = self._ground.server_at(address), place.scenario.links.kind
         pods = ContainerPods(self._ground, place.fleet, count, address, links, place.absent, scale)
         try:
@@ -135,7 +136,9 @@ class InContainers:
         except BaseException:
             pods.stop()
             raise
-        display.say(f"{count:,} containers started in {time.monotonic() - begun:.1f} s{pods.limits_told()}")
+        display.say(f"{count:,} containers started in {pods.start_s:.1f} s{pods.limits_told()}")
+        if pods.links is not None:
+            display.say(f"{len(place.fleet):,} links, up and down, in {pods.links.seconds:.1f} s: {pods.links_told}")
         return pods
 
 
@@ -181,7 +184,9 @@ def on_pods(
             joined_s = time.monotonic() - begun
             display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
             note("joined", devices=server.devices)
-            yield Host(server, pods, clock, lambda injector: injecting(injector, clock), place.fleet, joined_s)
+            yield Host(
+                server, pods, clock, lambda injector: injecting(injector, clock), place.fleet, joined_s, pods.links_told
+            )
         finally:
             server.stop()
 

@@ -14,7 +14,7 @@ from emulator.fleet import Fleet
 from emulator.link import Links
 from emulator.performance import Models
 from ps.peers import printable
-from testbed.pods import PodGroup, no_cable, parts
+from testbed.pods import PodGroup, line_of, no_cable, parts
 
 
 def models_of(fleet: Fleet, labels: Sequence[str]) -> Models | None:
@@ -134,8 +134,8 @@ class Pods(PodGroup):
         command = [sys.executable, "-m", "emulator.pod", "--ps", address, "--links", links, "--scale", str(scale)]
         self._running: list[PodProcess] = []
         try:
-            for first in parts(fleet, count, absent):
-                self._running.append(PodProcess(command, environment, first))
+            for part in parts(fleet, count, absent):
+                self._running.append(PodProcess(command, environment, line_of(part)))
         except BaseException:
             self.stop()
             raise

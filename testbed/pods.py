@@ -64,7 +64,7 @@ class Handle(Protocol):
     def reconnect(self) -> None: ...
 
 
-def parts(fleet: Fleet, count: int, absent: Iterable[int]) -> Iterator[bytes]:
+def parts(fleet: Fleet, count: int, absent: Iterable[int]) -> Iterator[dict[str, Any]]:
     """What each of `count` pods is told first: its devices, dealt out so that every pod has the same mix. Whatever only
     the pods of this run may know, such as keys, is to be handed over here: nobody else sees this line."""
     labels, away = fleet.labels, set(absent)
@@ -79,7 +79,11 @@ def parts(fleet: Fleet, count: int, absent: Iterable[int]) -> Iterator[bytes]:
         }
         if fleet.links is not None:
             part |= links_to_json(fleet.links.take(mine))
-        yield json.dumps(part).encode() + b"\n"
+        yield part
+
+
+def line_of(part: Mapping[str, Any]) -> bytes:
+    return json.dumps(part).encode() + b"\n"
 
 
 class PodGroup:
@@ -99,6 +103,11 @@ class PodGroup:
     def stop(self) -> None:
         """They end by themselves when the server says goodbye; those that do not are ended."""
         raise NotImplementedError
+
+    @property
+    def links_told(self) -> str:
+        """What the devices' links are, for the summary."""
+        return "modelled"
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -130,7 +139,7 @@ class PodGroup:
 
     def order(self, pod: int, order: Mapping[str, Any]) -> None:
         """Goes out with the next `exchange`."""
-        self._outbox[pod] += json.dumps(order).encode() + b"\n"
+        self._outbox[pod] += line_of(order)
 
     def kill(self, pod: int) -> None:
         """kill -9, on purpose: its devices are lost, and the run goes on."""

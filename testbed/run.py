@@ -100,7 +100,10 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         memory_bytes = psutil.Process().memory_info().rss + host.pods.memory_bytes()
 
     columns = host.server.records.columns()
-    verdict = _verdict(scenario, columns, trained, comparable=not virtual)
+    kernel = scenario.links.kind == "kernel"
+    # what is due there is the departure: the way back is the kernel's
+    asked_of_pods = columns | {"received_s": columns["left_s"]} if kernel else columns
+    verdict = _verdict(scenario, asked_of_pods, trained, comparable=not virtual)
     summary = _summary(place, host, columns, verdict, known, trained, injector, chosen)
     summary.memory_bytes = memory_bytes
     summary.total_s = time.monotonic() - begun
@@ -110,7 +113,8 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
             row["reference_loss"] = step.loss
     write_steps(folder / "steps.csv", trained.rows)
     write_blocks(folder / "blocks.parquet", columns, host.server.labels)
-    write_ledger(folder / "ledger.parquet", fidelity.device_ledger(columns, host.server.profiles), host.server.labels)
+    ledger = fidelity.device_ledger(asked_of_pods, host.server.profiles, modelled_links=not kernel)
+    write_ledger(folder / "ledger.parquet", ledger, host.server.labels, host.links)
     write_summary(folder, summary)
     write_trace(folder)
     write_report(folder)
@@ -170,6 +174,7 @@ def _summary(
         lost_devices=totals.lost_devices,
         real_devices={server.labels[d]: int(counts[used == d][0]) for d in real},
         basis=dict(place.fleet.basis),
+        links=host.links,
         training_host_s=trained.host_s,
         fidelity=asdict(verdict),
         verdict=verdict.verdict,

@@ -168,7 +168,7 @@ class PlannerSection(_Section):
 
 
 class Links(_Section):
-    kind: Literal["model", "off"] = "model"
+    kind: Literal["model", "kernel", "off"] = "model"
     effects: Literal["rates", "full"] = "full"  # a rate and a latency; or jitter, loss and bufferbloat too
     traces: dict[NetworkName, TracePrefix] = Field(default_factory=dict)  # networks whose rates change
 
@@ -314,6 +314,20 @@ class Scenario(_Section):
             raise ValueError(f'links.kind is "off": no time is modelled, and clock.kind = "{self.clock.kind}" has none')
         if self.launch.kind == "docker" and self.clock.kind == "virtual":
             raise ValueError('clock.kind is "virtual": nothing is started, and launch.kind = "docker" has no meaning')
+        return self
+
+    @model_validator(mode="after")
+    def _what_kernel_links_need(self) -> Scenario:
+        if self.links.kind == "kernel":
+            if self.launch.kind != "docker":
+                raise ValueError(
+                    'links.kind is "kernel": only containers have interfaces of their own, set launch.kind = "docker", '
+                    'or links.kind = "model"'
+                )
+            if self.clock.kind != "wall":
+                raise ValueError(f'links.kind is "kernel": bytes travel in real time, not by "{self.clock.kind}" clock')
+            if self.links.traces:
+                raise ValueError('[links.traces] are for links.kind = "model"; with "kernel" rates stay as they are')
         return self
 
     @model_validator(mode="after")
