@@ -2,7 +2,7 @@
 # files, so that a changed lock is installed and an unchanged one costs nothing.
 # Written for GNU make 3.81 and later.
 
-SCENARIO ?= quickstart
+SCENARIO ?= $(if $(filter docker,$(LAUNCH)),containers,quickstart)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input
