@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
-WARM_UP_S = 1.0
-LEAST_S = 2.0  # of measuring
-PACKETS = 60  # that a rate is taken from, at least
-MOST_S = 20.0  # a link too slow for that many is measured by fewer
+WARM_UP_S, WARM_UP_PACKETS = 1.0, 40  # at least, before anything counts
+LEAST_S, PACKETS = 2.0, 60  # that a rate is taken from, at least
+MOST_S = 20.0  # of either; a link too slow for that many packets is measured by fewer
 GROUP_BPS = 150e6  # of all links that are measured at once, both directions
 ROUND_TRIPS = 7
 CONNECT_S = 30.0
@@ -50,8 +49,11 @@ class Measured:
     round_trip_s: float
 
 
-def measuring_s(rate_bps: float) -> float:
-    return min(MOST_S, max(LEAST_S, 8 * 1500 * PACKETS / rate_bps))
+def spans_s(rate_bps: float) -> tuple[float, float]:
+    """For how long a link warms up, and is measured."""
+    packet_s = 8 * 1500 / rate_bps
+    spans = (max(WARM_UP_S, WARM_UP_PACKETS * packet_s), max(LEAST_S, PACKETS * packet_s))
+    return min(MOST_S, spans[0]), min(MOST_S, spans[1])
 
 
 def groups(devices: Sequence[Asked], most_bps: float = GROUP_BPS) -> Iterator[list[Asked]]:
@@ -72,8 +74,8 @@ def groups(devices: Sequence[Asked], most_bps: float = GROUP_BPS) -> Iterator[li
 class Rate:
     """Of what has arrived since the warm-up."""
 
-    def __init__(self, asked_bps: float) -> None:
-        self._needs_s = measuring_s(asked_bps)
+    def __init__(self, line_bps: float) -> None:
+        self._warm_up_s, self._needs_s = spans_s(line_bps)
         self._first_s: float | None = None
         self._begun_s = self._last_s = 0.0
         self._bytes = 0
@@ -82,7 +84,7 @@ class Rate:
         if self._first_s is None:
             self._first_s = now_s
         if not self._begun_s:
-            if now_s >= self._first_s + WARM_UP_S:
+            if now_s >= self._first_s + self._warm_up_s:
                 self._begun_s = self._last_s = now_s
             return
         self._bytes += count
@@ -235,11 +237,12 @@ def _rates(
     with selectors.DefaultSelector() as selector:
         try:
             for one in group:
+                slower_bps = min(one.down_bps, one.up_bps)  # both directions settle together
                 down, up = (_connected(server, one.address, new_socket) for _ in range(2))
-                selector.register(down, selectors.EVENT_READ, (one, Rate(one.down_bps)))
+                selector.register(down, selectors.EVENT_READ, (one, Rate(slower_bps)))
                 selector.register(up, selectors.EVENT_READ | selectors.EVENT_WRITE, (one, None))
                 down.sendall(DOWN)
-                up.sendall(UP + _RATE.pack(one.up_bps))
+                up.sendall(UP + _RATE.pack(slower_bps))
                 down.setblocking(False)
                 up.setblocking(False)
             while len(downs) + len(ups) < 2 * len(group):

@@ -259,7 +259,7 @@ class _Ends:
         here = (prefix.prefixlen, _LOCAL, _LOCAL_TABLE, _HOST_SCOPE, to, ("RTA_OIF", lo))
         there: tuple[Any, ...] = (prefix.prefixlen, _UNICAST, _MAIN_TABLE, _UNIVERSE, to, ("RTA_GATEWAY", gateway))
         if patience_s:
-            there += (("RTA_METRICS", {"attrs": [("RTAX_RTO_MIN", round(1e3 * patience_s))]}),)
+            there += (("RTA_METRICS", {"attrs": [("RTAX_LOCK", 1 << 13), ("RTAX_RTO_MIN", round(1e3 * patience_s))]}),)
         return [
             (link, where, link.route(netlink.NEW_ROUTE, new, *route), link.route(netlink.DELETE_ROUTE, 0, *route))
             for link, where, route in (

@@ -44,7 +44,7 @@ FIRST_CLASS, LAST_CLASS = 2, 0xFFFE  # of 16 bits; 1 is the root's own number, a
 TICK_S = 64e-9  # the kernel's unit of time in these messages
 MOST_DELAY_S = 270.0  # 32 bits of it
 IN_ORDER = 8  # netem's own rate, times the class's
-QUEUE_S, QUEUE_PACKETS = 0.05, 32  # what may wait for a downlink whose buffer is not known, and for any
+QUEUE_S, QUEUE_PACKETS = 0.05, 12  # what may wait for a downlink whose buffer is not known, and for any
 QUEUED_BYTES = 4096  # of one connection in the queue of its uplink
 FIRST_PACKETS = 12  # what TCP sends before it knows how fast the line is, and a little
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.2, 30.0  # before TCP repeats what is not acknowledged; the first is Linux's own
@@ -133,9 +133,13 @@ class Plan:
 
     @property
     def patience_s(self) -> float:
-        """How long TCP waits before it takes silence for loss: what the first packets may take, one way and back."""
-        slowest = [min(one.rate_bytes_s for one in side.classes) for side in (self.up, self.down)]
-        return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, FIRST_PACKETS * FRAME_BYTES / min(slowest)))
+        """How long TCP waits before it takes silence for loss: what the first packets may take on the slowest line,
+        and what their acknowledgements may find before them in the queue."""
+        slowest_s = max(
+            FRAME_BYTES * (FIRST_PACKETS / up.rate_bytes_s + QUEUE_PACKETS / down.rate_bytes_s)
+            for up, down in zip(self.up.classes, self.down.classes, strict=True)
+        )
+        return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, slowest_s))
 
 
 def addresses(prefix: str, count: int) -> list[str]:
@@ -191,7 +195,8 @@ def _side(way: Way, network: int, minors: Sequence[int], specs: Sequence[LinkSpe
     classes = []
     for minor, spec in zip(minors, specs, strict=True):
         rate, buffer_bytes = class_rate(getattr(spec, f"rate_{way}_bps")), getattr(spec, f"buffer_{way}_bytes")
-        queue_bytes = int(max(buffer_bytes or QUEUE_S * rate, QUEUE_PACKETS * segments * FRAME_BYTES))
+        packets = math.ceil(max((buffer_bytes or QUEUE_S * rate) / FRAME_BYTES, QUEUE_PACKETS * segments))
+        queue_bytes = (packets + 1) * FRAME_BYTES - 1  # full of data, it still takes acknowledgements
         leaf = _leaf(way, spec, rate, queue_bytes) if netem else None
         queue_bytes = queue_bytes if way == "down" and leaf is None else 0
         classes.append(Class(minor, rate, FRAME_BYTES + int(BURST_S * rate), queue_bytes, leaf))
