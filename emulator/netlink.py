@@ -31,7 +31,7 @@ REQUEST, ACKNOWLEDGE, EXCLUSIVE, CREATE, DUMP = 0x1, 0x4, 0x200, 0x400, 0x300
 REPLACE = 0x100
 ERROR, DONE, MULTI = 2, 3, 0x2
 NEW_LINK, GET_LINK = 16, 18
-GET_ADDRESS = 22
+NEW_ADDRESS, GET_ADDRESS = 20, 22
 NEW_ROUTE, DELETE_ROUTE = 24, 25
 NEW_QDISC, DELETE_QDISC, GET_QDISC = 36, 37, 38
 NEW_CLASS, GET_CLASS = 40, 42
@@ -70,12 +70,23 @@ class _BpfOptions(nla):  # type: ignore[misc]
     )
 
 
+class _FifoOptions(nla):  # type: ignore[misc]
+    fields = (("limit", "I"),)
+
+
 class TrafficMessage(tcmsg):  # type: ignore[misc]
     @staticmethod
     def get_options(self: tcmsg, *arguments: Any, **named: Any) -> Any:
         kind = self.get_attr("TCA_KIND")
-        ours = {"htb": _HtbOptions, "bpf": _BpfOptions}
+        ours = {"htb": _HtbOptions, "bpf": _BpfOptions, "bfifo": _FifoOptions}
         return ours.get(kind) or self.get_plugin("options", *arguments, **named)
+
+
+def encoded(message: Any, kind: int, flags: int, attributes: Sequence[Any]) -> bytes:
+    message["header"]["type"], message["header"]["flags"] = kind, REQUEST | flags
+    message["attrs"] = list(attributes)
+    message.encode()
+    return bytes(message.data)
 
 
 class Netlink:
@@ -93,24 +104,19 @@ class Netlink:
     ) -> bytes:
         message = TrafficMessage()
         message["index"], message["handle"], message["parent"], message["info"] = index, handle, parent, info
-        return self._encode(message, kind, flags, attributes)
+        return encoded(message, kind, flags, attributes)
 
-    def link(self, index: int, *attributes: Any) -> bytes:
+    def link(self, index: int, *attributes: Any, flags: int = 0, change: int = 0) -> bytes:
+        """`change`: the interface's own flags that are to be set."""
         message = ifinfmsg()
-        message["index"] = index
-        return self._encode(message, NEW_LINK, REQUEST, attributes)
+        message["index"], message["flags"], message["change"] = index, change, change
+        return encoded(message, NEW_LINK, flags, attributes)
 
     def route(self, kind: int, flags: int, length: int, type_: int, table: int, scope: int, *attributes: Any) -> bytes:
         message = rtmsg()
         message["family"], message["dst_len"], message["type"] = socket.AF_INET, length, type_
         message["table"], message["scope"], message["proto"] = table, scope, 4  # static
-        return self._encode(message, kind, flags, attributes)
-
-    def _encode(self, message: Any, kind: int, flags: int, attributes: Sequence[Any]) -> bytes:
-        message["header"]["type"], message["header"]["flags"] = kind, REQUEST | flags
-        message["attrs"] = list(attributes)
-        message.encode()
-        return bytes(message.data)
+        return encoded(message, kind, flags, attributes)
 
     # ---- talking
 

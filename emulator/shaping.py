@@ -259,7 +259,7 @@ class _Ends:
         here = (prefix.prefixlen, _LOCAL, _LOCAL_TABLE, _HOST_SCOPE, to, ("RTA_OIF", lo))
         there: tuple[Any, ...] = (prefix.prefixlen, _UNICAST, _MAIN_TABLE, _UNIVERSE, to, ("RTA_GATEWAY", gateway))
         if patience_s:
-            there += (("RTA_METRICS", {"attrs": [("RTAX_RTO_MIN", round(1e3 * patience_s))]}),)
+            there += (("RTA_METRICS", {"attrs": [("RTAX_LOCK", 1 << 13), ("RTAX_RTO_MIN", round(1e3 * patience_s))]}),)
         return [
             (link, where, link.route(netlink.NEW_ROUTE, new, *route), link.route(netlink.DELETE_ROUTE, 0, *route))
             for link, where, route in (
@@ -289,6 +289,9 @@ class _Ends:
                 link.send([_remove_root(link, index)])
             with suppress(NetlinkError):
                 link.send([_segments(link, index, UNLIMITED_SEGMENTS)])
+        if self._bridge is not None:
+            with suppress(NetlinkError):
+                self._outside.send([_segments(self._outside, self._bridge["index"], UNLIMITED_SEGMENTS)])
         if self.asked.namespace is not None:
             with suppress(OSError):
                 for key, value in DEFAULTS.items():
@@ -360,6 +363,9 @@ def _class(link: Netlink, index: int, one: Class, flags: int) -> list[bytes]:
     parms = ("TCA_OPTIONS", {"attrs": [("TCA_HTB_PARMS", _HTB_CLASS.pack(*_class_figures(one)))]})
     classid = HANDLE | one.minor
     messages = [link.traffic(netlink.NEW_CLASS, flags, index, classid, HANDLE, ("TCA_KIND", "htb"), parms)]
+    if one.queue_bytes:
+        queue = (("TCA_KIND", "bfifo"), ("TCA_OPTIONS", {"limit": one.queue_bytes}))
+        messages.append(link.traffic(netlink.NEW_QDISC, flags, index, one.minor << 16, classid, *queue))
     if one.leaf is not None:
         messages.append(_netem(link, index, classid, one.minor << 16, one.leaf, flags))
     return messages

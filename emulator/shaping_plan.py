@@ -10,6 +10,8 @@ classic BPF program finds all of them. Where the kernel has netem, a leaf under 
 - Data that waits in the uplink's queue carries acknowledgements, too. Overtaken by newer ones for long, the server's
   TCP would take it for forged (RFC 5961) and drop it. So senders in the pod's namespace may have about two packets
   there; the rest waits in their socket, and carries the acknowledgement of the moment when it leaves.
+- The queue of a downlink is short, or as long as the line's own buffer if that is known: acknowledgements of uploads
+  wait there among the data.
 - TCP takes 0.2 s of silence after the first packets for loss. Where ten packets take longer than that, it is told so.
 - What is not from or to one of the devices' addresses goes past, too.
 - netem alone would let packets overtake each other under jitter; told a rate, it keeps them in order. It is told one
@@ -42,6 +44,7 @@ FIRST_CLASS, LAST_CLASS = 2, 0xFFFE  # of 16 bits; 1 is the root's own number, a
 TICK_S = 64e-9  # the kernel's unit of time in these messages
 MOST_DELAY_S = 270.0  # 32 bits of it
 IN_ORDER = 8  # netem's own rate, times the class's
+QUEUE_S, QUEUE_PACKETS = 0.05, 12  # what may wait for a downlink whose buffer is not known, and for any
 QUEUED_BYTES = 4096  # of one connection in the queue of its uplink
 FIRST_PACKETS = 12  # what TCP sends before it knows how fast the line is, and a little
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.2, 30.0  # before TCP repeats what is not acknowledged; the first is Linux's own
@@ -70,6 +73,7 @@ class Class:
     minor: int  # 1:minor, the low 16 bits of the address
     rate_bytes_s: int
     burst_bytes: int
+    queue_bytes: int  # that may wait for it; 0: senders hold themselves back, see QUEUED_BYTES
     leaf: Leaf | None = None
 
 
@@ -129,9 +133,13 @@ class Plan:
 
     @property
     def patience_s(self) -> float:
-        """How long TCP waits before it takes silence for loss: what the first packets may take, one way and back."""
-        slowest = [min(one.rate_bytes_s for one in side.classes) for side in (self.up, self.down)]
-        return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, FIRST_PACKETS * FRAME_BYTES / min(slowest)))
+        """How long TCP waits before it takes silence for loss: what the first packets may take on the slowest line,
+        and what their acknowledgements may find before them in the queue."""
+        slowest_s = max(
+            FRAME_BYTES * (FIRST_PACKETS / up.rate_bytes_s + QUEUE_PACKETS / down.rate_bytes_s)
+            for up, down in zip(self.up.classes, self.down.classes, strict=True)
+        )
+        return min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, slowest_s))
 
 
 def addresses(prefix: str, count: int) -> list[str]:
@@ -181,13 +189,17 @@ def make_plan(asked: PodLinks, netem: bool) -> Plan:
 
 
 def _side(way: Way, network: int, minors: Sequence[int], specs: Sequence[LinkSpec], netem: bool) -> Side:
+    lossy = netem and any(getattr(spec, f"loss_{way}") for spec in specs)
+    slowest = min(class_rate(getattr(spec, f"rate_{way}_bps")) for spec in specs)
+    segments = 1 if lossy else min(MOST_SEGMENTS, max(1, int(LUMP_S * slowest / FRAME_BYTES)))
     classes = []
     for minor, spec in zip(minors, specs, strict=True):
-        rate = class_rate(getattr(spec, f"rate_{way}_bps"))
-        classes.append(Class(minor, rate, FRAME_BYTES + int(BURST_S * rate), _leaf(way, spec, rate) if netem else None))
-    lossy = any(one.leaf is not None and one.leaf.loss for one in classes)
-    slowest = min(one.rate_bytes_s for one in classes)
-    segments = 1 if lossy else min(MOST_SEGMENTS, max(1, int(LUMP_S * slowest / FRAME_BYTES)))
+        rate, buffer_bytes = class_rate(getattr(spec, f"rate_{way}_bps")), getattr(spec, f"buffer_{way}_bytes")
+        packets = math.ceil(max((buffer_bytes or QUEUE_S * rate) / FRAME_BYTES, QUEUE_PACKETS * segments))
+        queue_bytes = (packets + 1) * FRAME_BYTES - 1  # full of data, it still takes acknowledgements
+        leaf = _leaf(way, spec, rate, queue_bytes) if netem else None
+        queue_bytes = queue_bytes if way == "down" and leaf is None else 0
+        classes.append(Class(minor, rate, FRAME_BYTES + int(BURST_S * rate), queue_bytes, leaf))
     return Side(way, network, tuple(sorted(classes, key=lambda one: one.minor)), segments)
 
 
@@ -196,15 +208,13 @@ def class_rate(throughput_bps: float) -> int:
     return round(min(throughput_bps, MOST_BPS) / 8 / HEADER_SHARE)
 
 
-def _leaf(way: Way, spec: LinkSpec, rate_bytes_s: int) -> Leaf | None:
-    delay_s, jitter_s, loss, buffer_bytes = (
-        getattr(spec, f"{name}_{way}{unit}")
-        for name, unit in (("delay", "_s"), ("jitter", "_s"), ("loss", ""), ("buffer", "_bytes"))
-    )
+def _leaf(way: Way, spec: LinkSpec, rate_bytes_s: int, queue_bytes: int) -> Leaf | None:
+    delay_s, jitter_s = getattr(spec, f"delay_{way}_s"), getattr(spec, f"jitter_{way}_s")
+    loss = getattr(spec, f"loss_{way}")
     if not (delay_s or jitter_s or loss):
         return None
-    on_its_way = rate_bytes_s * (delay_s + jitter_s)
-    limit = max(1000, math.ceil(2 * (on_its_way + buffer_bytes) / FRAME_BYTES))
+    on_its_way_bytes = rate_bytes_s * (delay_s + jitter_s)  # they wait here, too, and none of them for its turn
+    limit = math.ceil((on_its_way_bytes + queue_bytes) / FRAME_BYTES)
     in_order = min(IN_ORDER * rate_bytes_s, 2**32 - 1) if jitter_s else 0
     return Leaf(delay_s, jitter_s, loss, limit, in_order)
 
@@ -333,13 +343,16 @@ def _side_commands(enter: str, interface: str, side: Side) -> list[str]:
         f"{tc} filter add dev {interface} parent 1: protocol ip bpf bytecode '{code}'",
     ]
     for one in side.classes:
+        leaf_of = f"{tc} qdisc add dev {interface} parent 1:{one.minor:x} handle {one.minor:x}:"
         lines.append(
             f"{tc} class add dev {interface} parent 1: classid 1:{one.minor:x} htb rate {8 * one.rate_bytes_s}bit "
             f"burst {one.burst_bytes} quantum {FRAME_BYTES}"
         )
+        if one.queue_bytes:
+            lines.append(f"{leaf_of} bfifo limit {one.queue_bytes}")
         if one.leaf is not None:
             leaf = one.leaf
             text = f"delay {1e3 * leaf.delay_s:g}ms {1e3 * leaf.jitter_s:g}ms loss {100 * leaf.loss:g}% "
             text += f"limit {leaf.limit_packets}" + (f" rate {8 * leaf.rate_bytes_s}bit" if leaf.rate_bytes_s else "")
-            lines.append(f"{tc} qdisc add dev {interface} parent 1:{one.minor:x} handle {one.minor:x}: netem {text}")
+            lines.append(f"{leaf_of} netem {text}")
     return lines
