@@ -22,7 +22,7 @@ from ps.executor import Engine
 from ps.jobs import Totals
 from ps.planner import Planner
 from ps.records import Records
-from ps.server import Server
+from ps.server import HEARTBEAT_S, Server
 from testbed.container_pods import ContainerPods
 from testbed.display import Display
 from testbed.ground import Ground
@@ -34,6 +34,7 @@ from testbed.virtual_pods import VirtualPods
 from testbed.virtual_server import VirtualServer
 
 JOIN_TIMEOUT_S = 120.0
+HEARTBEATS_PER_S = 1000  # each way, at most: thousands of connections would keep the server from its work
 
 
 class RunError(Failure):
@@ -217,8 +218,14 @@ def in_virtual_time(place: Place, server: VirtualServer, display: Display, note:
 def real_server(place: Place, clock: ScaledClock, launch: Launcher) -> Server:
     """Listens from now on, or says why it cannot."""
     asked = place.scenario
+    connections = len(place.fleet) if asked.links.kind == "kernel" else place.pod_count
     return Server(
-        launch.listen_on(asked.server.host), asked.server.port, run=asked.name, planner=place.planner, clock=clock
+        launch.listen_on(asked.server.host),
+        asked.server.port,
+        run=asked.name,
+        heartbeat_s=max(HEARTBEAT_S, connections / HEARTBEATS_PER_S),
+        planner=place.planner,
+        clock=clock,
     )
 
 
