@@ -96,7 +96,7 @@ def engine() -> Iterator[TestEngine]:
         with (folder / "dockerd.log").open("wb") as log:
             process = subprocess.Popen(
                 # nsenter, not "ip netns exec": that one would hide the control groups
-                [*made.inside, "dockerd", "-H", made.host, *folders],
+                [*made.inside, "dockerd", "-H", made.host, "--shutdown-timeout", "2", *folders],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 from docker_engine import CLEAVE, ROOT, TestEngine, engine, why_not
 
@@ -44,10 +44,23 @@ BUDGET_BYTES = 64_000_000
 SCENARIO = """
 name = "containers"
 seed = 1
-model = {name = "opt-tiny"}
-data = {batch = 4, sequence = 32}
-launch = {kind = "docker"}
-fleet = {devices = 6, kinds = {"device.toml" = 1}, networks = {uk-ftth = 1}, line_share = 0.2}
+[model]
+name = "opt-tiny"
+[data]
+batch = 4
+sequence = 32
+[launch]
+kind = "docker"
+[links]
+kind = "kernel"
+[fleet]
+devices = DEVICES
+pods = PODS
+kinds = {"device.toml" = 1}
+networks = {uk-ftth = 1}
+line_share = 0.2
+[training]
+steps = STEPS
 """
 
 
@@ -78,10 +91,12 @@ def ours(docker: TestEngine) -> list[str]:
     return containers + docker.docker("network", "ls", *label).split()
 
 
-def scenario(folder: Path, text: str) -> str:
+def scenario(folder: Path, devices: int, pods: int, steps: int, faults: str = "") -> str:
     (folder / "device.toml").write_text(DEVICE)
-    file = folder / "scenario.toml"
-    file.write_text(SCENARIO + text)
+    file, text = folder / "scenario.toml", SCENARIO + faults
+    for word, number in (("DEVICES", devices), ("PODS", pods), ("STEPS", steps)):
+        text = text.replace(word, str(number))
+    file.write_text(text)
     return str(file)
 
 
@@ -91,8 +106,23 @@ def summary(folder: Path) -> dict[str, Any]:
     return told
 
 
+@contextmanager
+def running(at: TestEngine, folder: Path, file: str, until: Until) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A run beside the engine, once its devices have joined, and what it says. Killed if it does not end before."""
+    log = folder / "log"
+    with log.open("wb") as said:
+        command = [*at.inside, *CLEAVE, "run", file]  # nsenter becomes what it starts
+        run = subprocess.Popen(command, env=at.environment, cwd=folder, stdout=said, stderr=said)
+    try:
+        until(lambda: run.poll() is not None or "devices joined" in log.read_text(), "devices join", 100)
+        assert run.poll() is None, log.read_text()
+        yield run, log
+    finally:
+        run.kill()
+        run.wait()
+
+
 FAULTS = """
-training = {steps = 3}
 [[faults]]
 at = "0 s"
 do = "stop"
@@ -111,52 +141,25 @@ do = "exhaust"
 
 
 def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothing(
-    at: TestEngine, tmp_path: Path
+    at: TestEngine, tmp_path: Path, until: Until
 ) -> None:
-    """Paused, unplugged, killed, and killed by the kernel for taking more memory than the device has."""
-    done = at.cleave("run", scenario(tmp_path, FAULTS), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Paused, unplugged, killed, and killed by the kernel for taking more memory than the device has; over links that
+    the kernel shapes."""
+    with running(at, tmp_path, scenario(tmp_path, 6, 6, 3, FAULTS), until) as (run, log):
+        found = json.loads(at.docker("inspect", *at.docker("ps", "-q", "--filter", f"label={RUN_LABEL}").split()))
+        assert len(found) == 6
+        check_limits(found)
+        assert run.wait(120) == 0, log.read_text()
     told = summary(tmp_path)
     assert told["loss_max_abs_diff"] < 1e-4
     assert told["flops_done"] == told["flops_reference"]
     assert told["pods"] == told["devices"] == 6
+    assert "shaped by the kernel" in told["links"]
     done_to = {fault["do"]: fault["done"] for fault in told["audit"]["faults"]["list"]}
     assert {"stop": 1, "disconnect": 1, "kill": 1, "exhaust": 1}.items() <= done_to.items()
-    assert "was killed (exit code 137, out of memory): the run goes on without it" in done.stdout
+    assert "was killed (exit code 137, out of memory): the run goes on without it" in log.read_text()
     assert told["lost_devices"] >= 2
     assert not ours(at)
-
-
-def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_else(
-    at: TestEngine, tmp_path: Path, until: Until
-) -> None:
-    at.docker("run", "-d", "--name", "somebody-elses", "--entrypoint", "sleep", IMAGE, "600")
-    at.docker("network", "create", "--subnet", "10.201.0.0/16", "somebody-elses")  # the first range that would be taken
-    try:
-        command = [*at.inside, *CLEAVE, "run", scenario(tmp_path, "training = {steps = 1000}")]
-        log = (tmp_path / "log").open("w+")
-        run = subprocess.Popen(command, env=at.environment, cwd=tmp_path, stdout=log, stderr=log)
-        try:
-            until(lambda: run.poll() is not None or "devices joined" in (tmp_path / "log").read_text(), "they join", 90)
-            assert run.poll() is None, (tmp_path / "log").read_text()
-            found = json.loads(at.docker("inspect", *at.docker("ps", "-q", "--filter", f"label={RUN_LABEL}").split()))
-            assert len(found) == 6
-            check_limits(found)
-            assert "left alone" in at.cleave("clean").stdout  # it is still going on
-            assert len(ours(at)) == 7
-            os.kill(process_of(run.pid), signal.SIGKILL)
-        finally:
-            run.kill()
-            run.wait()
-            log.close()
-        cleaned = at.cleave("clean")
-        assert (cleaned.returncode, cleaned.stdout) == (0, "removed 6 containers and 1 networks\n")
-        assert not ours(at)
-        assert at.docker("ps", "--format", "{{.Names}}").split() == ["somebody-elses"]
-        assert at.cleave("clean").stdout == "removed 0 containers and 0 networks\n"
-    finally:
-        at.docker("rm", "-f", "somebody-elses")
-        at.docker("network", "rm", "somebody-elses")
 
 
 def check_limits(found: list[dict[str, Any]]) -> None:
@@ -169,15 +172,46 @@ def check_limits(found: list[dict[str, Any]]) -> None:
         assert limits["CpuQuota"] >= 1000
         assert not limits["Privileged"]
         (network,) = container["NetworkSettings"]["Networks"].values()
-        assert not network["IPAddress"].startswith("10.201.")  # another range: that one is in use
         addresses.add(network["IPAddress"])
     assert len(addresses) == len(found)
 
 
-def process_of(pid: int) -> int:
-    """nsenter becomes what it starts; where it does not, its child is meant."""
-    children = psutil.Process(pid).children()
-    return children[0].pid if psutil.Process(pid).name() == "nsenter" and children else pid
+def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_else(
+    at: TestEngine, tmp_path: Path, until: Until
+) -> None:
+    at.docker("run", "-d", "--name", "somebody-elses", "--entrypoint", "sleep", IMAGE, "600")
+    at.docker("network", "create", "--subnet", "10.201.0.0/16", "somebody-elses")  # the first range that would be taken
+    routes = ["ip", "-n", at.namespace, "route"]
+    before = subprocess.check_output(routes)
+    try:
+        with running(at, tmp_path, scenario(tmp_path, 40, 2, 1000), until) as (run, log):
+            addresses = connected_to(run, log)
+            assert len(addresses) == 40  # every device of the two pods has its own
+            assert not any(address.startswith("10.201.") for address in addresses)  # that range is in use
+            assert "left alone" in at.cleave("clean").stdout  # it is still going on
+            assert len(ours(at)) == 3
+            run.send_signal(signal.SIGKILL)
+        cleaned = at.cleave("clean")
+        assert (cleaned.returncode, cleaned.stdout) == (0, "removed 2 containers and 1 networks\n")
+        assert not ours(at)
+        assert subprocess.check_output(routes) == before
+        assert at.docker("ps", "--format", "{{.Names}}").split() == ["somebody-elses"]
+        assert at.cleave("clean").stdout == "removed 0 containers and 0 networks\n"
+    finally:
+        at.docker("rm", "-f", "somebody-elses")
+        at.docker("network", "rm", "somebody-elses")
+
+
+def connected_to(run: subprocess.Popen[bytes], log: Path) -> set[str]:
+    """Who has a connection to the server of this run, in its own network namespace."""
+    match = re.search(r"server at tcp://[0-9.]+:(\d+)", log.read_text())
+    assert match
+    found = set()
+    for line in Path(f"/proc/{run.pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, *_ = line.split()
+        if state == "01" and int(local.partition(":")[2], 16) == int(match[1]):
+            found.add(socket.inet_ntoa(struct.pack("=L", int(remote.partition(":")[0], 16))))
+    return found
 
 
 SPIN = """
