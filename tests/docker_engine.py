@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,11 +92,12 @@ def engine() -> Iterator[TestEngine]:
     try:
         subprocess.run(["ip", "-n", made.namespace, "link", "set", "lo", "up"], check=True)
         kept = {"--data-root": "data", "--exec-root": "exec", "--pidfile": "dockerd.pid"}
-        folders = [word for option, name in kept.items() for word in (option, f"{folder}/{name}")]
+        options = [word for option, name in kept.items() for word in (option, f"{folder}/{name}")]
+        options += ["--cgroup-parent", made.namespace, "--shutdown-timeout", "2"]
         with (folder / "dockerd.log").open("wb") as log:
             process = subprocess.Popen(
                 # nsenter, not "ip netns exec": that one would hide the control groups
-                [*made.inside, "dockerd", "-H", made.host, "--shutdown-timeout", "2", *folders],
+                [*made.inside, "dockerd", "-H", made.host, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -112,8 +113,20 @@ def engine() -> Iterator[TestEngine]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        subprocess.run(["ip", "netns", "del", made.namespace], check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        _forget(made)
+
+
+def _forget(made: TestEngine) -> None:
+    """What an engine leaves behind: mounts, control groups, the namespace, files."""
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for mount in reversed([mount for mount in mounts if mount.startswith(f"{made.folder}/")]):
+        subprocess.run(["umount", "-l", mount], check=False)
+    for group in Path("/sys/fs/cgroup").glob(f"**/{made.namespace}"):
+        for inner in sorted(group.glob("**/"), reverse=True):
+            with suppress(OSError):
+                inner.rmdir()
+    subprocess.run(["ip", "netns", "del", made.namespace], check=False)
+    shutil.rmtree(made.folder)
 
 
 def _wait(made: TestEngine, process: subprocess.Popen[bytes]) -> None:
