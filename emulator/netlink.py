@@ -258,21 +258,22 @@ def _open() -> socket.socket:
 # ---- namespaces
 
 
-def in_namespace(namespace: int | str, act: Callable[[], T]) -> T:
-    """What `act` returns there."""
+def enter(namespace: int | str) -> None:
+    """This thread, and those that it will start, are there from now on."""
     if isinstance(namespace, int):
         path = Path(f"/proc/{namespace}/ns/net")
     else:
         path = Path(namespace if "/" in namespace else f"/run/netns/{namespace}")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("setns", descriptor, _CLONE_NEWNET)
+    finally:
+        os.close(descriptor)
 
-    def enter() -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _call("setns", descriptor, _CLONE_NEWNET)
-        finally:
-            os.close(descriptor)
 
-    return _elsewhere(enter, act)
+def in_namespace(namespace: int | str, act: Callable[[], T]) -> T:
+    """What `act` returns there."""
+    return _elsewhere(lambda: enter(namespace), act)
 
 
 def setting(namespace: int | str, key: str) -> int | None:

@@ -187,6 +187,8 @@ class _Ends:
             if self.asked.server_interface is not None:
                 self._down = _find(theirs, self.asked.server_interface, "the server's namespace")
             else:
+                if self.asked.namespace == self.asked.server_namespace:
+                    theirs = {name: one for name, one in theirs.items() if name != self.asked.interface}
                 self._down = _peer(theirs, self._up, self.asked.interface)
             self._bridge = next((one for one in theirs.values() if one["index"] == self._down["master"]), None)
         except BaseException:
