@@ -68,7 +68,13 @@ class Engine:
         import docker  # half a second, and only for those who use it
 
         self.address = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-        self.local = self.address.startswith("unix://")
+        self.local = self.address.startswith("unix://")  # or it is forwarded; see who reaches what
+        if self.address.startswith("ssh://"):
+            raise UserError(
+                f"DOCKER_HOST is {self.address}; containers' streams do not work over ssh: forward the engine's socket "
+                "(ssh -NL /tmp/engine.sock:/var/run/docker.sock HOST), set DOCKER_HOST=unix:///tmp/engine.sock and "
+                "launch.server_address"
+            )
         self.run, self._labels = run, {RUN_LABEL: run, OWNER_LABEL: owner}
         with self._explained("answer"):
             self.client: Any = docker.from_env(timeout=TIMEOUT_S, max_pool_size=2 * THREADS)

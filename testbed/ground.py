@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import select
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +67,19 @@ class Ground:
         their host."""
         if host not in ("127.0.0.1", "localhost", "::1"):
             return host
-        return str(self.bridges[0].gateway) if self._asked.server_address is None else "0.0.0.0"
+        if self._asked.server_address is not None:
+            return "0.0.0.0"
+        gateway = str(self.bridges[0].gateway)
+        try:
+            with socket.socket() as probe:
+                probe.bind((gateway, 0))
+        except OSError:
+            raise UserError(
+                f"the bridge's address {gateway} is not one of this machine: the engine at {self.engine.address} runs "
+                "elsewhere, or in a virtual machine; set launch.server_address to an address of this machine that its "
+                "containers reach (Docker Desktop: host.docker.internal)"
+            ) from None
+        return gateway
 
     def server_at(self, address: str) -> str:
         """How containers reach the server that listens at this address."""
@@ -93,7 +106,7 @@ class Ground:
                     "this machine that they reach"
                 )
             offsets = []
-            for _ in range(0 if self.engine.local else 9):  # one host, one clock
+            for _ in range(9 if self._asked.server_address is not None else 0):  # one host, one clock
                 asked_ns = time.monotonic_ns()
                 there_ns = _answer(stream, b"?\n")["monotonic_ns"]
                 answered_ns = time.monotonic_ns()

@@ -243,6 +243,9 @@ def test_no_engine_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
     with pytest.raises(NoEngine, match=r"no Docker engine answers at .*: start it, set DOCKER_HOST .* \"processes\"$"):
         Ground(Launch(kind="docker"), 1)
+    monkeypatch.setenv("DOCKER_HOST", "ssh://192.0.2.7")
+    with pytest.raises(UserError, match=r"do not work over ssh: forward the engine's socket"):
+        Ground(Launch(kind="docker"), 1)
 
 
 def test_an_engine_that_one_may_not_use_says_how_to_get_the_right(at: TestEngine) -> None:
@@ -284,6 +287,11 @@ def test_a_range_that_is_too_small_or_taken_is_refused_and_nothing_is_left(at: T
 
 
 def test_a_server_that_containers_do_not_reach_is_said_before_they_are_started(at: TestEngine) -> None:
+    with (
+        Ground(Launch(kind="docker"), 2) as elsewhere,  # beside the engine's namespace, as beside its virtual machine
+        pytest.raises(UserError, match=r"is not one of this machine: .* set launch.server_address"),
+    ):
+        elsewhere.listen_on("127.0.0.1")
     with Ground(Launch(kind="docker", server_address="127.0.0.1"), 2) as ground:
         assert ground.listen_on("127.0.0.1") == "0.0.0.0"
         address = ground.server_at("tcp://0.0.0.0:9")
