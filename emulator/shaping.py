@@ -125,7 +125,7 @@ def apply(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
     classes = leaves = 0
     with ExitStack() as undo:
         for plan in plans:
-            with _Ends(plan.asked) as ends:
+            with Ends(plan.asked) as ends:
                 ends.apply(plan, undo)
                 found = ends.read_back(plan)
                 classes, leaves = classes + found[0], leaves + found[1]
@@ -142,7 +142,7 @@ def change(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
     plans = [make_plan(pod, netem) for pod in pods]
     classes = leaves = 0
     for plan in plans:
-        with _Ends(plan.asked) as ends:
+        with Ends(plan.asked) as ends:
             ends.change(plan)
             found = ends.read_back(plan)
             classes, leaves = classes + found[0], leaves + found[1]
@@ -154,11 +154,11 @@ def change(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
 def clear(pods: Iterable[PodLinks]) -> None:
     """Whatever there is of it; what is gone already, a whole namespace for example, is no error."""
     for pod in pods:
-        with suppress(ShapingError), _Ends(pod) as ends:
+        with suppress(ShapingError), Ends(pod) as ends:
             ends.clear()
 
 
-class _Ends:
+class Ends:
     """The two interfaces of a pod's link: its own, and the server's."""
 
     def __init__(self, asked: PodLinks) -> None:
@@ -170,7 +170,7 @@ class _Ends:
             self._inside.close()
             raise
 
-    def __enter__(self) -> _Ends:
+    def __enter__(self) -> Ends:
         try:
             mine = self._inside.interfaces()
             theirs = self._outside.interfaces()
@@ -261,10 +261,11 @@ class _Ends:
             )
         ]
 
-    def change(self, plan: Plan) -> None:
+    def change(self, plan: Plan, known: bool = False) -> None:
+        """`known`: they have been changed before, so they are there."""
         for link, index, side in self._sides(plan):
-            known = {message["handle"] & 0xFFFF for message in link.of_interface(netlink.GET_CLASS, index)}
-            if missing := [one.minor for one in side.classes if one.minor not in known]:
+            there = set() if known else {one["handle"] & 0xFFFF for one in link.of_interface(netlink.GET_CLASS, index)}
+            if missing := [] if known else [one.minor for one in side.classes if one.minor not in there]:
                 raise ShapingError(
                     f"{len(missing)} of the devices of {self.asked.interface} have no link yet, the first is class "
                     f"1:{missing[0]:x}; apply first, then change"
