@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,28 +24,12 @@ from ipaddress import IPv4Network
 from typing import Any
 
 from agent.errors import UserError
-from emulator import netlink
+from emulator import netlink, traffic
 from emulator.netlink import Netlink, NetlinkError
-from emulator.shaping_plan import (
-    FRAME_BYTES,
-    MODEL_INSTEAD,
-    TICK_S,
-    Class,
-    Leaf,
-    Plan,
-    PodLinks,
-    Side,
-    commands,
-    make_plan,
-    settings,
-)
+from emulator.shaping_plan import MODEL_INSTEAD, Leaf, Plan, PodLinks, Side, commands, make_plan, settings
 
-ROOT, HANDLE = 0xFFFFFFFF, 0x10000  # htb is 1:
 UNLIMITED_SEGMENTS = 65_535
 DEFAULTS = {"net/ipv4/tcp_limit_output_bytes": 4 << 20, "net/ipv4/tcp_rto_min_us": 200_000}  # Linux's own
-_HTB_CLASS = struct.Struct("=BBHhHIBBHhHIIIIII")
-_ETHERNET = 1  # link layer: the kernel computes times itself, without tables of ours
-_IPV4 = socket.htons(0x0800)
 _LOCAL_TABLE, _MAIN_TABLE = 255, 254
 _UNICAST, _LOCAL = 1, 2
 _HOST_SCOPE, _UNIVERSE = 254, 0
@@ -113,11 +95,20 @@ def _try_everything() -> Kernel:
                 return False
             return True
 
-        htb = works(_root(link, lo))
-        bpf = htb and works(_filter(link, lo, Side("up", 0, (), 1)))
+        htb = works(traffic.root(link, lo))
+        bpf = htb and works(traffic.classify(link, lo, Side("up", 0, (), 1)))
         if htb:
-            link.send([_remove_root(link, lo)])
-        netem = works(_netem(link, lo, ROOT, HANDLE, Leaf(0.01, 0.0, 0.0, 1000, 0), netlink.CREATE | netlink.EXCLUSIVE))
+            link.send([traffic.remove_root(link, lo)])
+        netem = works(
+            traffic.netem(
+                link,
+                lo,
+                traffic.ROOT,
+                traffic.HANDLE,
+                Leaf(0.01, 0.0, 0.0, 1000, 0),
+                netlink.CREATE | netlink.EXCLUSIVE,
+            )
+        )
     return Kernel(True, htb, bpf, netem)
 
 
@@ -134,7 +125,7 @@ def apply(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
     classes = leaves = 0
     with ExitStack() as undo:
         for plan in plans:
-            with _Ends(plan.asked) as ends:
+            with Ends(plan.asked) as ends:
                 ends.apply(plan, undo)
                 found = ends.read_back(plan)
                 classes, leaves = classes + found[0], leaves + found[1]
@@ -151,7 +142,7 @@ def change(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
     plans = [make_plan(pod, netem) for pod in pods]
     classes = leaves = 0
     for plan in plans:
-        with _Ends(plan.asked) as ends:
+        with Ends(plan.asked) as ends:
             ends.change(plan)
             found = ends.read_back(plan)
             classes, leaves = classes + found[0], leaves + found[1]
@@ -163,11 +154,11 @@ def change(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
 def clear(pods: Iterable[PodLinks]) -> None:
     """Whatever there is of it; what is gone already, a whole namespace for example, is no error."""
     for pod in pods:
-        with suppress(ShapingError), _Ends(pod) as ends:
+        with suppress(ShapingError), Ends(pod) as ends:
             ends.clear()
 
 
-class _Ends:
+class Ends:
     """The two interfaces of a pod's link: its own, and the server's."""
 
     def __init__(self, asked: PodLinks) -> None:
@@ -179,7 +170,7 @@ class _Ends:
             self._inside.close()
             raise
 
-    def __enter__(self) -> _Ends:
+    def __enter__(self) -> Ends:
         try:
             mine = self._inside.interfaces()
             theirs = self._outside.interfaces()
@@ -221,14 +212,14 @@ class _Ends:
         for link, where, interface, side in lumps:
             was = interface["segments"] or UNLIMITED_SEGMENTS
             if side.segments < was:
-                message, back = (_segments(link, interface["index"], n) for n in (side.segments, was))
+                message, back = (traffic.segments(link, interface["index"], n) for n in (side.segments, was))
                 self._do(link, [message], "its largest lumps", where, back, undo)
         for (link, index, side), where in zip(self._sides(plan), (inside, outside), strict=True):
             name = f"the interface of {self.asked.interface}" if link is self._outside else self.asked.interface
-            self._do(link, [_root(link, index)], f"htb on {name}", where, _remove_root(link, index), undo)
-            messages = [_filter(link, index, side)]
+            self._do(link, [traffic.root(link, index)], f"htb on {name}", where, traffic.remove_root(link, index), undo)
+            messages = [traffic.classify(link, index, side)]
             for one in side.classes:
-                messages += _class(link, index, one, netlink.CREATE | netlink.EXCLUSIVE)
+                messages += traffic.device_class(link, index, one, netlink.CREATE | netlink.EXCLUSIVE)
             self._do(link, messages, f"classes on {name}", where, None, undo)
 
     def _do(
@@ -270,17 +261,22 @@ class _Ends:
             )
         ]
 
-    def change(self, plan: Plan) -> None:
+    def change(self, plan: Plan, known: bool = False) -> None:
+        """`known`: they have been changed before, so they are there."""
         for link, index, side in self._sides(plan):
-            known = {message["handle"] & 0xFFFF for message in link.of_interface(netlink.GET_CLASS, index)}
-            if missing := [one.minor for one in side.classes if one.minor not in known]:
+            there = set() if known else {one["handle"] & 0xFFFF for one in link.of_interface(netlink.GET_CLASS, index)}
+            if missing := [] if known else [one.minor for one in side.classes if one.minor not in there]:
                 raise ShapingError(
                     f"{len(missing)} of the devices of {self.asked.interface} have no link yet, the first is class "
                     f"1:{missing[0]:x}; apply first, then change"
                 )
             try:
                 link.send(
-                    [m for one in side.classes for m in _class(link, index, one, netlink.CREATE | netlink.REPLACE)]
+                    [
+                        m
+                        for one in side.classes
+                        for m in traffic.device_class(link, index, one, netlink.CREATE | netlink.REPLACE)
+                    ]
                 )
             except NetlinkError as error:
                 raise _explained(error, f"new figures on {self.asked.interface}", self.asked) from None
@@ -288,12 +284,12 @@ class _Ends:
     def clear(self) -> None:
         for link, index in ((self._inside, self._up["index"]), (self._outside, self._down["index"])):
             with suppress(NetlinkError):
-                link.send([_remove_root(link, index)])
+                link.send([traffic.remove_root(link, index)])
             with suppress(NetlinkError):
-                link.send([_segments(link, index, UNLIMITED_SEGMENTS)])
+                link.send([traffic.segments(link, index, UNLIMITED_SEGMENTS)])
         if self._bridge is not None:
             with suppress(NetlinkError):
-                self._outside.send([_segments(self._outside, self._bridge["index"], UNLIMITED_SEGMENTS)])
+                self._outside.send([traffic.segments(self._outside, self._bridge["index"], UNLIMITED_SEGMENTS)])
         if self.asked.namespace is not None:
             with suppress(OSError):
                 for key, value in DEFAULTS.items():
@@ -307,9 +303,11 @@ class _Ends:
         classes = leaves = 0
         for link, index, side in self._sides(plan):
             rates = {
-                message["handle"] & 0xFFFF: _HTB_CLASS.unpack(message.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS"))
+                message["handle"] & 0xFFFF: traffic.HTB_CLASS.unpack(
+                    message.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS")
+                )
                 for message in link.of_interface(netlink.GET_CLASS, index)
-                if message["handle"] >> 16 == HANDLE >> 16
+                if message["handle"] >> 16 == traffic.HANDLE >> 16
             }
             held = {
                 message["parent"] & 0xFFFF: message.get_attr("TCA_OPTIONS")
@@ -317,13 +315,13 @@ class _Ends:
                 if message.get_attr("TCA_KIND") == "netem"
             }
             for one in side.classes:
-                asked = _class_figures(one)
+                asked = traffic.class_figures(one)
                 found = rates.get(one.minor)
                 if found is None or (found[5], found[11], found[12]) != (asked[5], asked[11], asked[12]):
                     raise ShapingError(f"class 1:{one.minor:x} {side.way} was set to {asked} and reads {found}")
                 if one.leaf is not None:
                     said = held.get(one.minor)
-                    wanted = _leaf_figures(one.leaf)
+                    wanted = traffic.leaf_figures(one.leaf)
                     if said is None or any(said[name] != value for name, value in wanted.items()):
                         raise ShapingError(
                             f"the leaf of 1:{one.minor:x} {side.way} was set to {wanted} and reads {said}"
@@ -331,74 +329,6 @@ class _Ends:
                     leaves += 1
                 classes += 1
         return classes, leaves
-
-
-# ---- messages
-
-
-def _root(link: Netlink, index: int) -> bytes:
-    init = ("TCA_OPTIONS", {"attrs": [("TCA_HTB_INIT", struct.pack("=IIIII", 3, 10, 0, 0, 0))]})
-    new = netlink.CREATE | netlink.EXCLUSIVE
-    return link.traffic(netlink.NEW_QDISC, new, index, HANDLE, ROOT, ("TCA_KIND", "htb"), init)
-
-
-def _remove_root(link: Netlink, index: int) -> bytes:
-    return link.traffic(netlink.DELETE_QDISC, 0, index, HANDLE, ROOT)
-
-
-def _filter(link: Netlink, index: int, side: Side) -> bytes:
-    operations = b"".join(struct.pack("=HBBI", *operation) for operation in side.program)
-    options = {"attrs": [("TCA_BPF_OPS_LEN", len(side.program)), ("TCA_BPF_OPS", operations)]}
-    return link.traffic(
-        netlink.NEW_FILTER,
-        netlink.CREATE | netlink.EXCLUSIVE,
-        index,
-        0,
-        HANDLE,
-        ("TCA_KIND", "bpf"),
-        ("TCA_OPTIONS", options),
-        info=1 << 16 | _IPV4,
-    )
-
-
-def _class(link: Netlink, index: int, one: Class, flags: int) -> list[bytes]:
-    parms = ("TCA_OPTIONS", {"attrs": [("TCA_HTB_PARMS", _HTB_CLASS.pack(*_class_figures(one)))]})
-    classid = HANDLE | one.minor
-    messages = [link.traffic(netlink.NEW_CLASS, flags, index, classid, HANDLE, ("TCA_KIND", "htb"), parms)]
-    if one.queue_bytes:
-        queue = (("TCA_KIND", "bfifo"), ("TCA_OPTIONS", {"limit": one.queue_bytes}))
-        messages.append(link.traffic(netlink.NEW_QDISC, flags, index, one.minor << 16, classid, *queue))
-    if one.leaf is not None:
-        messages.append(_netem(link, index, classid, one.minor << 16, one.leaf, flags))
-    return messages
-
-
-def _class_figures(one: Class) -> tuple[int, ...]:
-    ticks = int(one.burst_bytes / one.rate_bytes_s / TICK_S)
-    rate = (0, _ETHERNET, 0, 0, 0, one.rate_bytes_s)
-    return (*rate, *rate, ticks, ticks, FRAME_BYTES, 0, 0)
-
-
-def _netem(link: Netlink, index: int, parent: int, handle: int, leaf: Leaf, flags: int) -> bytes:
-    rate = {"rate": leaf.rate_bytes_s, "packet_overhead": 0, "cell_size": 0, "cell_overhead": 0}
-    more = [("TCA_NETEM_RATE", rate)] if leaf.rate_bytes_s else []
-    options = _leaf_figures(leaf) | {"gap": 0, "duplicate": 0, "attrs": more}
-    return link.traffic(
-        netlink.NEW_QDISC, flags, index, handle, parent, ("TCA_KIND", "netem"), ("TCA_OPTIONS", options)
-    )
-
-
-def _leaf_figures(leaf: Leaf) -> dict[str, int]:
-    return {
-        "delay": round(leaf.delay_s / TICK_S),
-        "jitter": round(leaf.jitter_s / TICK_S),
-        "loss": round(leaf.loss * (2**32 - 1)),
-        "limit": leaf.limit_packets,
-    }
-
-
-def _segments(link: Netlink, index: int, count: int) -> bytes:
-    return link.link(index, ("IFLA_GSO_MAX_SEGS", count))
 
 
 # ---- what goes wrong

@@ -1,6 +1,6 @@
-"""`cleave links check`: do the kernel's links carry what was asked for? Asked against achieved, for a sample of devices.
+"""`cleave links check`: do the kernel's links carry what was asked for? Asked against achieved, for some devices.
 
-The links of the whole fleet are made; those of the sample are measured (`emulator.link_probe`), under each other's load.
+The links of the whole fleet are made; those of a sample are measured (`emulator.link_probe`), under each other's load.
 A rate may be off by 5%, and by a packet where few pass in the time; a round trip by 10%, 2 ms, and what its own bytes
 take on a slow line. Latency that is left to user space is none of the kernel's, and says so.
 """

@@ -5,6 +5,11 @@ the kernel shapes."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,8 +19,9 @@ from processes import LIMIT_S, Multiplication, grid
 from ps.server import Server
 
 if TYPE_CHECKING:
-    from conftest import Program, Serve, Start
+    from conftest import Program, Serve, Start, Until
 
+ROOT = Path(__file__).resolve().parents[1]
 PROFILE = [50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]
 
 
@@ -69,3 +75,54 @@ def test_latency_is_held_by_the_pod_only_where_the_kernel_has_none(
         assert in_hand_s.min() >= 0.010
     else:
         assert in_hand_s.min() < 0.010  # otherwise it would be waiting
+
+
+# ---- faults
+
+
+@contextmanager
+def ordered_pod(server: Server, devices: int) -> Iterator[Callable[..., None]]:
+    """A pod that takes orders: what it is told after its fleet."""
+    command = [sys.executable, "-m", "emulator.pod", "--ps", server.address, "--links", "kernel"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, bufsize=1, cwd=ROOT
+    )
+    assert process.stdin is not None
+
+    def order(do: str, *of: int, **details: Any) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"do": do, "devices": of, **details}) + "\n")
+
+    try:
+        process.stdin.write(json.dumps(fleet(devices)) + "\n")
+        assert server.wait_for_devices(devices, LIMIT_S)
+        yield order
+    finally:
+        process.kill()
+        process.stdin.close()
+        process.wait()
+
+
+def test_who_leaves_and_who_vanishes_is_gone_alone_and_may_return(serve: Serve, until: Until) -> None:
+    server = serve(heartbeat_s=0.2)
+    with ordered_pod(server, 6) as order:
+        order("leave", 0, 1)
+        until(lambda: server.devices == 4, "two have left")
+        order("vanish", 2)
+        until(lambda: server.devices == 3, "one is missed")
+        Multiplication(server, (1, 60, 20, 60)).check()
+        order("return", 0, 1, 2)
+        until(lambda: server.devices == 6, "all are back")
+        returned = [6, 7, 8]  # as new devices
+        Multiplication(server, (1, 64, 16, 64), grid(64, 64, 16, returned)).check()
+        assert set(server.records.columns()["device"].tolist()) >= set(returned)
+
+
+def test_nonsense_from_one_device_costs_its_own_connection_only(serve: Serve, until: Until) -> None:
+    server = serve()
+    with ordered_pod(server, 5) as order:
+        order("corrupt")
+        until(lambda: len(server.labels) == 6, "it has joined again")
+        until(lambda: server.devices == 5, "all are there")
+        assert server.labels[5] == "emulated-0"
+        Multiplication(server, (1, 64, 16, 64), grid(64, 64, 16, [1, 2, 3, 4, 5])).check()

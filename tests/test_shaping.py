@@ -26,7 +26,7 @@ from emulator.shaping_plan import PodLinks, addresses, class_rate
 from ps.server import Server
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from conftest import Start, Until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kernel links are Linux's"),
@@ -109,6 +109,32 @@ def test_a_device_with_the_interface_s_own_address_needs_no_prefix(lab: LinkLab)
     assert apply([pod], GOOD).classes == 2
     clear([pod])
     assert state(lab) == before
+
+
+def test_rates_follow_a_trace_and_end_with_the_input(lab: LinkLab, until: Until) -> None:
+    """Half a second of 20 packets, half a second of 60, of a line with twice the trace's mean; the other one stays."""
+    pod = pod_links(lab, replace(PLAIN, rate_down_bps=1.92e6, rate_up_bps=1.92e6), PLAIN)
+    apply([pod], GOOD)
+    milliseconds = [*range(13, 501, 25), *(500 + 25 * i // 3 for i in range(1, 61))]
+    trace = {"down_ms": milliseconds, "up_ms": milliseconds}
+    told = {"pods": [pod.to_json()], "traces": [trace], "following": {pod.devices[0][0]: [0, 0.0]}}
+    command = [sys.executable, "-m", "emulator.link_follow"]
+    slow, fast = class_rate(2 * 480e3), class_rate(2 * 1.44e6)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(told) + "\n")
+        process.stdin.flush()
+        for expected in (slow, fast, slow):
+            until(lambda: expected in rates(lab)["up"] and expected in rates(lab)["down"], f"the rate is {expected}")  # noqa: B023
+            assert class_rate(PLAIN.rate_up_bps) in rates(lab)["up"]
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 # ---- what links carry

@@ -8,11 +8,14 @@ import struct
 from dataclasses import replace
 from ipaddress import IPv4Address
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emulator.link import LinkSpec
+from emulator.link_follow import WINDOW_S, rate_bps
+from emulator.link_trace import RateTrace
 from emulator.shaping_plan import (
     BURST_S,
     FIRST_CLASS,
@@ -247,6 +250,22 @@ def test_what_a_kernel_cannot_give_is_refused_in_one_line(pod: PodLinks, says: s
 def test_more_devices_than_classes_are_refused_with_what_to_do() -> None:
     with pytest.raises(PlanError, match=r"65,533 devices, 70,000 are asked for; take more pods .* links.kind"):
         addresses("10.9.0.0/16", 70_000)
+
+
+# ---- traces
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.floats(0, 100), st.floats(1e5, 1e8))
+def test_over_a_whole_trace_the_followed_rate_is_the_line_s_own(
+    gaps_ms: list[int], offset_s: float, mean_bps: float
+) -> None:
+    """But for what does not fit into a whole number of windows: so the trace is repeated until it does."""
+    trace = RateTrace(np.cumsum(gaps_ms))
+    windows = 2 * int(trace.at_ms[-1])  # of half a second: as many seconds as the trace has milliseconds
+    followed = [rate_bps(trace, mean_bps, offset_s + WINDOW_S * i) for i in range(min(windows, 2000))]
+    if windows <= 2000:
+        assert np.mean(followed) == pytest.approx(mean_bps, rel=0.02, abs=LEAST_BPS)
+    assert min(followed) >= LEAST_BPS
 
 
 # ---- text
