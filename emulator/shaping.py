@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import fnmatch
 import json
 import sys
 import time
@@ -345,9 +346,12 @@ def _socket(namespace: int | str | None) -> Netlink:
 
 
 def _find(interfaces: dict[str, dict[str, Any]], name: str, where: str) -> dict[str, Any]:
-    if name not in interfaces:
+    """By its name, or by a pattern that only one has: an engine calls a container's first interface eth0, and eth1 if
+    it was taken away and given back."""
+    found = fnmatch.filter(interfaces, name)
+    if len(found) != 1:
         raise ShapingError(f"there is no interface {name} in {where}; there are {', '.join(sorted(interfaces))}")
-    return interfaces[name]
+    return interfaces[found[0]]
 
 
 def _peer(theirs: dict[str, dict[str, Any]], mine: dict[str, Any], name: str) -> dict[str, Any]:

@@ -194,6 +194,11 @@ class ContainerPods(PodGroup):
         self._running[pod] = PodContainer(engine, container, stream, bridge)
         self.started += 1
 
+    def check(self) -> None:
+        super().check()
+        if self.links is not None:
+            self.links.check()
+
     @property
     def links_told(self) -> str:
         return "modelled" if self.links is None else self.links.told()
@@ -225,6 +230,8 @@ class ContainerPods(PodGroup):
 
     def stop(self) -> None:
         """Also those that threads have started after an error: whatever carries the run's label."""
+        if self.links is not None:
+            self.links.close()
         for pod in self._handles:
             pod.resume()  # whoever is paused hears nothing
         deadline = time.monotonic() + GOODBYE_S

@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network
 from typing import Any
 
+import numpy as np
+
 from agent.errors import Failure, UserError
-from emulator.containers import Spec
+from emulator.containers import Spec, Stream
 from emulator.fleet import Fleet
-from emulator.link import link_specs, plain_links
+from emulator.link import NO_TRACE, link_specs, links_to_json, plain_links
 from emulator.shaping_plan import PodLinks, addresses
 from emulator.subnets import free_subnets, split
 from testbed.ground import Ground
 
-INTERFACE = "eth0"  # what an engine calls a container's first
+INTERFACE = "eth*"  # an engine calls a container's first one eth0, and one that is given back eth1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class KernelLinks:
         self._ground = ground
         self._asked = 0
         self._pods: list[PodLinks] = []
+        self._traces: list[Any] = []
+        self._following: dict[str, tuple[int, float]] = {}  # address -> its trace, and where in it it began
+        self._followed_since = 0.0
+        self._follower: tuple[Any, Stream] | None = None  # the container that changes rates
         self.in_user_space: tuple[str, ...] = ()
         self.seconds = 0.0  # that shaping took, with the start of its container
         self.netem = bool(self._ask("apply", [])["netem"])  # no links yet: only whether it could
@@ -54,7 +60,7 @@ class KernelLinks:
             if free is None:
                 raise UserError('there is no free range of addresses for the devices: use links.kind = "model"')
             prefixes = split(free, len(ends))
-        told = []
+        told: list[dict[str, Any]] = []
         for number, (end, prefix) in enumerate(zip(ends, prefixes, strict=True)):
             mine = specs[number :: len(ends)]
             own = [end.address] if prefix is None else addresses(str(prefix), len(mine))
@@ -63,13 +69,46 @@ class KernelLinks:
             told.append({"addresses": own, "latency_in_pod": not self.netem})
         applied = self._ask("apply", self._pods)
         self.in_user_space = tuple(applied["in_user_space"])
+        if fleet.links is not None and fleet.links.traces:
+            self._traces = links_to_json(fleet.links)["traces"]
+            for device in np.flatnonzero(fleet.links.table["trace"] != NO_TRACE).tolist():
+                row, pod = fleet.links.table[device], device % len(ends)
+                address = told[pod]["addresses"][device // len(ends)]
+                self._following[address] = (int(row["trace"]), float(row["offset_s"]))
+            self._follow()
         self.seconds = time.monotonic() - begun
         return told
 
+    def _follow(self) -> None:
+        """Rates that change: a container that changes them, until its input ends."""
+        passed_s = time.monotonic() - self._followed_since if self._followed_since else 0.0
+        self._followed_since = self._followed_since or time.monotonic()
+        following = {address: (trace, offset_s + passed_s) for address, (trace, offset_s) in self._following.items()}
+        told = {"pods": [pod.to_json() for pod in self._pods], "traces": self._traces, "following": following}
+        spec = self._spec("emulator.link_follow")
+        self._follower = self._ground.engine.start(spec, self._ground.image)
+        self._follower[1].send_all(json.dumps(told).encode() + b"\n")
+
+    def check(self) -> None:
+        """Raise if rates follow their traces no more."""
+        if self._follower is not None and self._follower[1].receive() is None:
+            said = self._follower[1].errors.decode(errors="replace").strip()
+            raise Failure(f"links follow their traces no more: {said.removeprefix('link follow: ') or 'it ended'}")
+
     def again(self, pod: int) -> None:
         """Of a container that has got a new interface."""
+        self.close()
         self._ask("clear", [self._pods[pod]])
         self._ask("apply", [self._pods[pod]])
+        if self._following:
+            self._follow()
+
+    def close(self) -> None:
+        """Nothing changes any more; the links end with their containers."""
+        if self._follower is not None:
+            self._follower[1].close()
+            self._ground.engine.do("remove a container", self._follower[0].remove, force=True)
+            self._follower = None
 
     def told(self) -> str:
         """For people, and for the summary."""
@@ -77,10 +116,13 @@ class KernelLinks:
             return "shaped by the kernel"
         return f"rates shaped by the kernel, {', '.join(self.in_user_space)} held in user space (no netem there)"
 
+    def _spec(self, *command: str) -> Spec:
+        self._asked += 1
+        return Spec(f"cleave-{self._ground.engine.run}-links-{self._asked}", command, "host", shapes_links=True)
+
     def _ask(self, what: str, pods: Sequence[PodLinks]) -> dict[str, Any]:
         engine = self._ground.engine
-        self._asked += 1
-        spec = Spec(f"cleave-{engine.run}-links-{self._asked}", ["emulator.shaping", what], "host", shapes_links=True)
+        spec = self._spec("emulator.shaping", what)
         question = json.dumps({"pods": [pod.to_json() for pod in pods]}).encode()
         code, output, errors = engine.ask(spec, self._ground.image, question)
         if code == 2:

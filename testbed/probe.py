@@ -129,6 +129,7 @@ class Probe:
             achieved.finished_s[-1] / expected.finished_s[count - 1],
             between(before, after, host.server.totals.longest_turn_s),
             modelled.local_s / modelled.seconds(),
+            kernel_links=asked.links.kind == "kernel",
         )
 
     def _take(self, engine: Watched) -> None:

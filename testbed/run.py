@@ -100,10 +100,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         memory_bytes = psutil.Process().memory_info().rss + host.pods.memory_bytes()
 
     columns = host.server.records.columns()
-    kernel = scenario.links.kind == "kernel"
-    # what is due there is the departure: the way back is the kernel's
-    asked_of_pods = columns | {"received_s": columns["left_s"]} if kernel else columns
-    verdict = _verdict(scenario, asked_of_pods, trained, comparable=not virtual)
+    verdict = _verdict(scenario, columns, trained, comparable=not virtual)
     summary = _summary(place, host, columns, verdict, known, trained, injector, chosen)
     summary.memory_bytes = memory_bytes
     summary.total_s = time.monotonic() - begun
@@ -113,7 +110,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
             row["reference_loss"] = step.loss
     write_steps(folder / "steps.csv", trained.rows)
     write_blocks(folder / "blocks.parquet", columns, host.server.labels)
-    ledger = fidelity.device_ledger(asked_of_pods, host.server.profiles, modelled_links=not kernel)
+    ledger = fidelity.device_ledger(columns, host.server.profiles, kernel_links=scenario.links.kind == "kernel")
     write_ledger(folder / "ledger.parquet", ledger, host.server.labels, host.links)
     write_summary(folder, summary)
     write_trace(folder)
@@ -204,6 +201,7 @@ def _verdict(scenario: Scenario, columns: dict[str, Any], trained: Trained, comp
         float(np.median(_settled(trained.steps))) / predicted.seconds if predicted else None,
         trained.load,
         predicted.local_share if predicted else 0.0,
+        kernel_links=scenario.links.kind == "kernel",
     )
 
 

@@ -326,8 +326,6 @@ class Scenario(_Section):
                 )
             if self.clock.kind != "wall":
                 raise ValueError(f'links.kind is "kernel": bytes travel in real time, not by "{self.clock.kind}" clock')
-            if self.links.traces:
-                raise ValueError('[links.traces] are for links.kind = "model"; with "kernel" rates stay as they are')
         return self
 
     @model_validator(mode="after")
