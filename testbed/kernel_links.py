@@ -9,6 +9,7 @@ without being root.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class KernelLinks:
         self._traces: list[Any] = []
         self._following: dict[str, tuple[int, float]] = {}  # address -> its trace, and where in it it began
         self._followed_since = 0.0
+        self._changing = threading.Lock()
         self._follower: tuple[Any, Stream] | None = None  # the container that changes rates
         self.in_user_space: tuple[str, ...] = ()
         self.seconds = 0.0  # that shaping took, with the start of its container
@@ -85,23 +87,29 @@ class KernelLinks:
         self._followed_since = self._followed_since or time.monotonic()
         following = {address: (trace, offset_s + passed_s) for address, (trace, offset_s) in self._following.items()}
         told = {"pods": [pod.to_json() for pod in self._pods], "traces": self._traces, "following": following}
-        spec = self._spec("emulator.link_follow")
-        self._follower = self._ground.engine.start(spec, self._ground.image)
-        self._follower[1].send_all(json.dumps(told).encode() + b"\n")
+        container, stream = self._ground.engine.start(self._spec("emulator.link_follow"), self._ground.image)
+        stream.send_all(json.dumps(told).encode() + b"\n")
+        self._follower = container, stream  # only now: whoever checks must not read while this is being sent
 
     def check(self) -> None:
-        """Raise if rates follow their traces no more."""
-        if self._follower is not None and self._follower[1].receive() is None:
-            said = self._follower[1].errors.decode(errors="replace").strip()
-            raise Failure(f"links follow their traces no more: {said.removeprefix('link follow: ') or 'it ended'}")
+        """Raise if rates follow their traces no more. The injector may be about to put another in its place: then
+        there is nothing to say."""
+        if self._changing.acquire(blocking=False):
+            try:
+                if self._follower is not None and self._follower[1].receive() is None:
+                    said = self._follower[1].errors.decode(errors="replace").strip().removeprefix("link follow: ")
+                    raise Failure(f"links follow their traces no more: {said or 'it ended'}")
+            finally:
+                self._changing.release()
 
     def again(self, pod: int) -> None:
         """Of a container that has got a new interface."""
-        self.close()
-        self._ask("clear", [self._pods[pod]])
-        self._ask("apply", [self._pods[pod]])
-        if self._following:
-            self._follow()
+        with self._changing:
+            self.close()
+            self._ask("clear", [self._pods[pod]])
+            self._ask("apply", [self._pods[pod]])
+            if self._following:
+                self._follow()
 
     def close(self) -> None:
         """Nothing changes any more; the links end with their containers."""
