@@ -50,8 +50,8 @@ def link_lab() -> Iterator[LinkLab]:
                 (outside, lab.server_interface, SERVER_ADDRESS),
             ):
                 found = link.interfaces()
-                link.send([_address(found[name]["index"], address)])
-                link.send([link.link(found[one]["index"], change=_UP) for one in (name, "lo")])
+                link.send([_address(found[name].index, address)])
+                link.send([link.link(found[one].index, change=_UP) for one in (name, "lo")])
             default = (0, 1, 254, 0, ("RTA_GATEWAY", SERVER_ADDRESS))
             inside.send([inside.route(netlink.NEW_ROUTE, new, *default)])
         yield lab

@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -80,6 +81,20 @@ class TrafficMessage(tcmsg):  # type: ignore[misc]
         kind = self.get_attr("TCA_KIND")
         ours = {"htb": _HtbOptions, "bpf": _BpfOptions, "bfifo": _FifoOptions}
         return ours.get(kind) or self.get_plugin("options", *arguments, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    name: str
+    index: int
+    peer: int | None  # index of the other end, in its own namespace
+    master: int | None  # of the bridge that it is a port of
+    segments: int  # packets that a lump may have
+
+
+def _interface(message: Any) -> Interface:
+    told = [message.get_attr(f"IFLA_{name}") for name in ("IFNAME", "LINK", "MASTER", "GSO_MAX_SEGS")]
+    return Interface(told[0], message["index"], told[1], told[2], told[3] or 65_535)
 
 
 def encoded(message: Any, kind: int, flags: int, attributes: Sequence[Any]) -> bytes:
@@ -167,18 +182,19 @@ class Netlink:
                     raise _failure(whole) or NetlinkError(errno.EIO, "no answer")
                 found.append(make(whole))
 
-    def interfaces(self) -> dict[str, dict[str, Any]]:
-        """By name: index, the other end's index, the bridge it is a port of, MTU."""
-        found = {}
-        for message in self.dump(GET_LINK, ifinfmsg(), _decoder(ifinfmsg)):
-            found[message.get_attr("IFLA_IFNAME")] = {
-                "index": message["index"],
-                "peer": message.get_attr("IFLA_LINK"),
-                "master": message.get_attr("IFLA_MASTER"),
-                "mtu": message.get_attr("IFLA_MTU"),
-                "segments": message.get_attr("IFLA_GSO_MAX_SEGS"),
-            }
-        return found
+    def interfaces(self) -> dict[str, Interface]:
+        """All that there are, by name."""
+        found = [_interface(message) for message in self.dump(GET_LINK, ifinfmsg(), _decoder(ifinfmsg))]
+        return {one.name: one for one in found}
+
+    def interface(self, which: str | int) -> Interface | None:
+        """By name or index; None if there is no such one. A host with hundreds is not asked for all of them."""
+        asked = ifinfmsg()
+        asked["index"] = which if isinstance(which, int) else 0
+        name = [("IFLA_IFNAME", which)] if isinstance(which, str) else []
+        self._socket.send(encoded(asked, GET_LINK, 0, name))
+        (kind, message), *_ = _messages(self._socket.recv(1 << 20))
+        return None if kind == ERROR else _interface(_decoder(ifinfmsg)(message))
 
     def address(self, index: int) -> str | None:
         """The first IPv4 address of an interface."""
@@ -193,9 +209,10 @@ class Netlink:
         """Its classes (GET_CLASS) or queueing disciplines (GET_QDISC)."""
         asked = TrafficMessage()
         asked["index"] = index
-        for message in self.dump(kind, asked, _decoder(TrafficMessage)):
-            if message["index"] == index:
-                yield message
+        decode = _decoder(TrafficMessage)
+        for whole in self.dump(kind, asked, bytes):  # the kernel tells of other interfaces, too
+            if struct.unpack_from("=i", whole, _HEADER.size + 4)[0] == index:
+                yield decode(whole)
 
     def close(self) -> None:
         self._socket.close()

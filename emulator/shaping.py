@@ -26,7 +26,7 @@ from typing import Any
 
 from agent.errors import UserError
 from emulator import netlink, traffic
-from emulator.netlink import Netlink, NetlinkError
+from emulator.netlink import Interface, Netlink, NetlinkError
 from emulator.shaping_plan import MODEL_INSTEAD, Leaf, Plan, PodLinks, Side, commands, make_plan, settings
 
 UNLIMITED_SEGMENTS = 65_535
@@ -85,7 +85,7 @@ def probe() -> Kernel:
 
 def _try_everything() -> Kernel:
     with Netlink() as link:
-        lo = link.interfaces()["lo"]["index"]
+        lo = _find(link, "lo", "a new namespace").index
 
         def works(*messages: bytes) -> bool:
             try:
@@ -173,16 +173,12 @@ class Ends:
 
     def __enter__(self) -> Ends:
         try:
-            mine = self._inside.interfaces()
-            theirs = self._outside.interfaces()
-            self._up = _find(mine, self.asked.interface, "the pod's namespace")
+            self._up = _find(self._inside, self.asked.interface, "the pod's namespace")
             if self.asked.server_interface is not None:
-                self._down = _find(theirs, self.asked.server_interface, "the server's namespace")
+                self._down = _find(self._outside, self.asked.server_interface, "the server's namespace")
             else:
-                if self.asked.namespace == self.asked.server_namespace:
-                    theirs = {name: one for name, one in theirs.items() if name != self.asked.interface}
-                self._down = _peer(theirs, self._up, self.asked.interface)
-            self._bridge = next((one for one in theirs.values() if one["index"] == self._down["master"]), None)
+                self._down = self._peer()
+            self._bridge = None if self._down.master is None else self._outside.interface(self._down.master)
         except BaseException:
             self.close()
             raise
@@ -195,8 +191,18 @@ class Ends:
         self._inside.close()
         self._outside.close()
 
+    def _peer(self) -> Interface:
+        found = None if self._up.peer is None else self._outside.interface(self._up.peer)
+        itself = self.asked.namespace == self.asked.server_namespace and found == self._up
+        if found is None or found.peer != self._up.index or itself:
+            raise ShapingError(
+                f"the other end of {self.asked.interface} is not in the server's namespace, so its downlink cannot "
+                f"be shaped there; give server_interface, {MODEL_INSTEAD}"
+            )
+        return found
+
     def _sides(self, plan: Plan) -> list[tuple[Netlink, int, Side]]:
-        return [(self._inside, self._up["index"], plan.up), (self._outside, self._down["index"], plan.down)]
+        return [(self._inside, self._up.index, plan.up), (self._outside, self._down.index, plan.down)]
 
     def apply(self, plan: Plan, undo: ExitStack) -> None:
         inside, outside = self.asked.namespace, self.asked.server_namespace
@@ -211,9 +217,9 @@ class Ends:
         if self._bridge is not None:  # the server's route ends there
             lumps.append((self._outside, outside, self._bridge, plan.down))
         for link, where, interface, side in lumps:
-            was = interface["segments"] or UNLIMITED_SEGMENTS
+            was = interface.segments
             if side.segments < was:
-                message, back = (traffic.segments(link, interface["index"], n) for n in (side.segments, was))
+                message, back = (traffic.segments(link, interface.index, n) for n in (side.segments, was))
                 self._do(link, [message], "its largest lumps", where, back, undo)
         for (link, index, side), where in zip(self._sides(plan), (inside, outside), strict=True):
             name = f"the interface of {self.asked.interface}" if link is self._outside else self.asked.interface
@@ -244,10 +250,10 @@ class Ends:
         if self.asked.prefix is None:
             return []
         prefix = IPv4Network(self.asked.prefix)
-        gateway = self.asked.gateway or self._inside.address(self._up["index"])
+        gateway = self.asked.gateway or self._inside.address(self._up.index)
         if gateway is None:
             raise ShapingError(f"{self.asked.interface} has no IPv4 address, so that nobody finds {prefix} behind it")
-        lo = _find(self._inside.interfaces(), "lo", "the pod's namespace")["index"]
+        lo = _find(self._inside, "lo", "the pod's namespace").index
         to = ("RTA_DST", str(prefix.network_address))
         new = netlink.CREATE | netlink.EXCLUSIVE
         here = (prefix.prefixlen, _LOCAL, _LOCAL_TABLE, _HOST_SCOPE, to, ("RTA_OIF", lo))
@@ -283,14 +289,14 @@ class Ends:
                 raise _explained(error, f"new figures on {self.asked.interface}", self.asked) from None
 
     def clear(self) -> None:
-        for link, index in ((self._inside, self._up["index"]), (self._outside, self._down["index"])):
+        for link, index in ((self._inside, self._up.index), (self._outside, self._down.index)):
             with suppress(NetlinkError):
                 link.send([traffic.remove_root(link, index)])
             with suppress(NetlinkError):
                 link.send([traffic.segments(link, index, UNLIMITED_SEGMENTS)])
         if self._bridge is not None:
             with suppress(NetlinkError):
-                self._outside.send([traffic.segments(self._outside, self._bridge["index"], UNLIMITED_SEGMENTS)])
+                self._outside.send([traffic.segments(self._outside, self._bridge.index, UNLIMITED_SEGMENTS)])
         if self.asked.namespace is not None:
             with suppress(OSError):
                 for key, value in DEFAULTS.items():
@@ -310,9 +316,10 @@ class Ends:
                 for message in link.of_interface(netlink.GET_CLASS, index)
                 if message["handle"] >> 16 == traffic.HANDLE >> 16
             }
+            leaved = any(one.leaf is not None for one in side.classes)
             held = {
                 message["parent"] & 0xFFFF: message.get_attr("TCA_OPTIONS")
-                for message in link.of_interface(netlink.GET_QDISC, index)
+                for message in (link.of_interface(netlink.GET_QDISC, index) if leaved else ())
                 if message.get_attr("TCA_KIND") == "netem"
             }
             for one in side.classes:
@@ -345,23 +352,15 @@ def _socket(namespace: int | str | None) -> Netlink:
         raise ShapingError(f"entering the namespace {namespace} needs root; ask for that, {MODEL_INSTEAD}") from None
 
 
-def _find(interfaces: dict[str, dict[str, Any]], name: str, where: str) -> dict[str, Any]:
+def _find(link: Netlink, name: str, where: str) -> Interface:
     """By its name, or by a pattern that only one has: an engine calls a container's first interface eth0, and eth1 if
     it was taken away and given back."""
-    found = fnmatch.filter(interfaces, name)
-    if len(found) != 1:
-        raise ShapingError(f"there is no interface {name} in {where}; there are {', '.join(sorted(interfaces))}")
-    return interfaces[found[0]]
-
-
-def _peer(theirs: dict[str, dict[str, Any]], mine: dict[str, Any], name: str) -> dict[str, Any]:
-    for one in theirs.values():
-        if one["index"] == mine["peer"] and one["peer"] == mine["index"]:
-            return one
-    raise ShapingError(
-        f"the other end of {name} is not in the server's namespace, so that its downlink cannot be shaped there; "
-        f"give server_interface, {MODEL_INSTEAD}"
-    )
+    if "*" in name and len(names := fnmatch.filter(link.interfaces(), name)) == 1:
+        name = names[0]
+    found = link.interface(name)
+    if found is None:
+        raise ShapingError(f"there is no interface {name} in {where}; there are {', '.join(sorted(link.interfaces()))}")
+    return found
 
 
 def _explained(error: NetlinkError, what: str, asked: PodLinks) -> ShapingError:

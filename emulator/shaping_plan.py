@@ -9,7 +9,8 @@ classic BPF program finds all of them. Where the kernel has netem, a leaf under 
   a line of 20:1 the acknowledgements of a full downlink would take half of the uplink.
 - Data that waits in the uplink's queue carries acknowledgements, too. Overtaken by newer ones for long, the server's
   TCP would take it for forged (RFC 5961) and drop it. So senders in the pod's namespace may have about two packets
-  there; the rest waits in their socket, and carries the acknowledgement of the moment when it leaves.
+  there; the rest waits in their socket, and carries the acknowledgement of the moment when it leaves. netem hides its
+  packets from that count: its queue is as short as the line is asymmetric.
 - The queue of a downlink is short, or as long as the line's own buffer if that is known: acknowledgements of uploads
   wait there among the data.
 - TCP takes 0.2 s of silence after the first packets for loss. Where ten packets take longer than that, it is told so.
@@ -45,6 +46,7 @@ TICK_S = 64e-9  # the kernel's unit of time in these messages
 MOST_DELAY_S = 270.0  # 32 bits of it
 IN_ORDER = 8  # netem's own rate, times the class's
 QUEUE_S, QUEUE_PACKETS = 0.05, 12  # what may wait for a downlink whose buffer is not known, and for any
+OVERTAKEN_BYTES = 48 * 1024  # by so many acknowledged bytes data may be overtaken: less than TCP's first window
 QUEUED_BYTES = 4096  # of one connection in the queue of its uplink
 FIRST_PACKETS = 12  # what TCP sends before it knows how fast the line is, and a little
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.2, 30.0  # before TCP repeats what is not acknowledged; the first is Linux's own
@@ -195,7 +197,11 @@ def _side(way: Way, network: int, minors: Sequence[int], specs: Sequence[LinkSpe
     classes = []
     for minor, spec in zip(minors, specs, strict=True):
         rate, buffer_bytes = class_rate(getattr(spec, f"rate_{way}_bps")), getattr(spec, f"buffer_{way}_bytes")
-        packets = math.ceil(max((buffer_bytes or QUEUE_S * rate) / FRAME_BYTES, QUEUE_PACKETS * segments))
+        if way == "down":
+            packets = math.ceil(max((buffer_bytes or QUEUE_S * rate) / FRAME_BYTES, QUEUE_PACKETS * segments))
+        else:  # while it empties, less than a window comes down
+            packets = int(OVERTAKEN_BYTES / FRAME_BYTES * spec.rate_up_bps / spec.rate_down_bps)
+            packets = max(2, min(QUEUE_PACKETS, packets))
         queue_bytes = (packets + 1) * FRAME_BYTES - 1  # full of data, it still takes acknowledgements
         leaf = _leaf(way, spec, rate, queue_bytes) if netem else None
         queue_bytes = queue_bytes if way == "down" and leaf is None else 0

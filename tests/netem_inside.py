@@ -30,7 +30,7 @@ def read_back(lab: LinkLab) -> dict[str, dict[int, dict[str, float]]]:
     found: dict[str, dict[int, dict[str, float]]] = {}
     for way, namespace, name in (("up", lab.pod, lab.pod_interface), ("down", lab.server, lab.server_interface)):
         with Netlink(namespace) as link:
-            index = link.interfaces()[name]["index"]
+            index = link.interfaces()[name].index
             rows = found.setdefault(way, {})
             for message in link.of_interface(netlink.GET_CLASS, index):
                 parms = message.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS")

@@ -56,7 +56,7 @@ def state(lab: LinkLab) -> list[object]:
             interfaces = link.interfaces()
             found.append(interfaces)
             for one in interfaces.values():
-                of_it = link.of_interface(netlink.GET_QDISC, one["index"])
+                of_it = link.of_interface(netlink.GET_QDISC, one.index)
                 found.append([(m.get_attr("TCA_KIND"), m["handle"], m["parent"]) for m in of_it])
         found.append(in_namespace(namespace, Path("/proc/thread-self/net/fib_trie").read_text))
         found += [netlink.setting(namespace, f"net/ipv4/{key}") for key in ("tcp_limit_output_bytes", "tcp_rto_min_us")]
@@ -68,7 +68,7 @@ def rates(lab: LinkLab) -> dict[str, list[int]]:
     found = {}
     for way, namespace, name in (("up", lab.pod, lab.pod_interface), ("down", lab.server, lab.server_interface)):
         with Netlink(namespace) as link:
-            classes = link.of_interface(netlink.GET_CLASS, link.interfaces()[name]["index"])
+            classes = link.of_interface(netlink.GET_CLASS, link.interfaces()[name].index)
             parms = [m.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS") for m in classes]
             found[way] = [int.from_bytes(parm[8:12], sys.byteorder) for parm in parms]
     return found
@@ -212,7 +212,7 @@ def test_an_interface_that_somebody_else_shapes_is_left_alone_and_the_other_end_
     lab: LinkLab,
 ) -> None:
     with Netlink(lab.server) as link:
-        index = link.interfaces()[lab.server_interface]["index"]
+        index = link.interfaces()[lab.server_interface].index
         new = netlink.CREATE | netlink.EXCLUSIVE
         theirs = (("TCA_KIND", "bfifo"), ("TCA_OPTIONS", {"limit": 100_000}))
         link.send([link.traffic(netlink.NEW_QDISC, new, index, 0x70000, 0xFFFFFFFF, *theirs)])
