@@ -83,6 +83,10 @@ class Connection:
             self._count(sum(memoryview(frame).nbytes for frame in frames))
         self._spoke = self._clock()
 
+    def babble(self, nonsense: bytes) -> None:
+        """Emulated faults: what is no message."""
+        self.socket.send(nonsense)
+
     def receive(self, timeout_s: float) -> Message | None:
         """The next message, or None when there is none within the timeout. Heartbeats are dealt with here."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):

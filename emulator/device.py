@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from agent.profile import MAX_RATE
 from emulator.link import Lines, Links, plain_links
 from emulator.performance import Models, Processors, Shapes, figures_seconds
 
@@ -26,6 +27,22 @@ class Devices:
         self._lines = Lines(links or plain_links(len(profiles)))
         self._processors = None if models is None else Processors(models)
         self._processor_free_s = np.zeros(len(profiles))
+
+    @classmethod
+    def behind_kernel_links(
+        cls, profiles: NDArray[np.void], links: Links | None, models: Models | None, latency: bool
+    ) -> Devices:
+        """What they get comes over real links, and what they answer leaves over them: rates are the kernel's. With
+        `latency`, where it has no netem, latency, jitter and loss are modelled as elsewhere."""
+        profiles = profiles.copy()
+        profiles["down_bps"] = profiles["up_bps"] = MAX_RATE
+        table = plain_links(len(profiles)).table
+        if not latency:
+            profiles["latency_s"] = 0.0
+        elif links is not None:
+            for name in ("key", "jitter_down_s", "jitter_up_s", "loss_down", "loss_up"):
+                table[name] = links.table[name]
+        return cls(profiles, Links(table), models)
 
     def slow(self, devices: list[int], factor: float) -> None:
         """So many times slower than they said, from now on, in computing and both ways of the link."""

@@ -4,6 +4,9 @@ Real protocol, real operands, real arithmetic, modelled time. Blocks are compute
 are due, and an answer leaves when it is due, not before. An answer carries the moment it was due, so that the
 run's verdict can say so. One thread: between two blocks the loop looks at the clock.
 
+With kernel links (`--links kernel`) every device has a connection of its own (`emulator.connections`): a block's time
+begins when it has arrived, and its answer is due to leave, not to be back at the server.
+
 Started by the testbed, which writes the fleet to standard input, one line, and after it orders to misbehave
 (`emulator.faults`); every order carried out is reported as a line on standard output. It ends with the run, or when the
 server falls silent.
@@ -21,7 +24,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -36,9 +39,10 @@ from agent.keys import Curve, Keys
 from agent.operands import BlockRow, Operands
 from agent.profile import PROFILE
 from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Result, WireError, Work
+from emulator.connections import Forgotten, OwnConnections
 from emulator.device import Devices
-from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
-from emulator.link import Links, links_from_json
+from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, exhaust, report
+from emulator.link import links_from_json
 from emulator.performance import Models
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,8 @@ ANSWERS_A_MESSAGE = 512
 LOOK_NS = 10_000_000  # a busy pod looks for orders so often
 SLICE_NS = 200_000  # computing goes on for about so long before the loop looks at the socket again
 SLICE_UNTIMED_NS = 5_000_000  # the same when no time is modelled and nothing can be late
+LINKS = ("model", "kernel", "off")
+Line = Connection | OwnConnections
 Answer = tuple[int, int, int, int, int, float, int]  # in the order of wire.ANSWER
 
 
@@ -56,22 +62,23 @@ class Pod:
         self,
         profiles: NDArray[np.void],
         labels: list[str],
+        devices: Devices,
         modelled: bool,
         clock: Clock,
         orders: Orders,
         absent: Iterable[int] = (),
         tell: Callable[[str], None] = print,
-        links: Links | None = None,
-        models: Models | None = None,
+        addresses: Mapping[str, str] | None = None,
         curve: Curve | None = None,
     ) -> None:
-        """`absent` devices are not there at first; an order may make them join. `models`: see Devices. `curve`: keys
-        of an encrypted connection."""
+        """`devices`: how long they take; not `modelled`: they take no time. `absent` devices are not there at first;
+        an order may make them join. `addresses`: of devices that have connections of their own, by label. `curve`: keys
+        of encrypted connections."""
         self._curve = curve
         self._profiles, self._labels = profiles, labels
-        self._devices = Devices(profiles, links, models)
+        self._devices, self._modelled = devices, modelled
         self._roster = Roster(len(profiles), absent)
-        self._modelled = modelled
+        self._addresses = addresses
         self._clock = clock
         self._orders = orders
         self._tell = tell
@@ -89,7 +96,7 @@ class Pod:
         self._unnoticed: list[tuple[int, int]] = []  # heap: when the server would miss the silent one, and its index
         self._thawing: dict[int, int] = {}  # devices frozen for so long that they are lost -> when they come back
         self._looked_ns = 0  # for orders, while busy
-        self._watched: tuple[Connection | None, bool] = (None, False)  # what the poller looks at
+        self._watched: tuple[Line | None, bool] = (None, False)  # what the poller looks at
         self._poller = zmq.Poller()
         self.injected: Counter[str] = Counter()
         self.stopping = False
@@ -120,6 +127,11 @@ class Pod:
                         if not (self._to_compute or self._to_send):
                             self._cancelled.clear()  # nothing of what they named is here
                         self._cancelled.update(blocks.tolist())
+                    case Forgotten(device=local):
+                        device = int(self._roster.device[local])
+                        if self._roster.answering[local]:
+                            self._roster.dismiss([device])
+                            self._admit([device], line)
                     case Goodbye():
                         return 0
                     case Refused(reason=reason, final=final):
@@ -146,7 +158,7 @@ class Pod:
         finally:
             context.destroy(linger=500)
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Connection | None:
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Line | None:
         """A new connection of all who are there, with nothing left of the one before; None if nobody is."""
         present = self._roster.renumber()
         self._operands = Operands()
@@ -160,13 +172,17 @@ class Pod:
         ):
             left_over.clear()
         self._devices.forget(list(range(len(self._profiles))))
-        return Connection(context, endpoint, self._join(present), curve=self._curve) if present else None
+        if not present:
+            return None
+        if self._addresses is None:
+            return Connection(context, endpoint, self._join(present), curve=self._curve)
+        return OwnConnections(context, endpoint, self._join(present), self._addresses, self._clock, curve=self._curve)
 
     def _join(self, devices: list[int]) -> Join:
         about = {"kind": "pod", "pid": str(os.getpid())}
         return Join(self._profiles[devices], [self._labels[device] for device in devices], about)
 
-    def _wait(self, line: Connection | None) -> bool:
+    def _wait(self, line: Line | None) -> bool:
         """Until there is something to do; True if orders can be read."""
         wait_s = 0.5 if line is None else self._patience_s(line)
         if wait_s < 0.001:
@@ -190,7 +206,7 @@ class Pod:
 
     # ---- orders
 
-    def _obey(self, order: Order, line: Connection | None) -> None:
+    def _obey(self, order: Order, line: Line | None) -> None:
         """Do it, count it, report it. An order to a device that cannot follow it is not carried out for that one: who
         is away can neither leave nor freeze, who is there cannot return."""
         now_ns = self._clock.now_ns()
@@ -218,24 +234,26 @@ class Pod:
                 there = list(order.devices)
                 for device in there:
                     self._liar.begin(device, order.how)
+            case "exhaust":
+                exhaust(int(self._profiles["memory_bytes"].sum()) + (1 << 30))  # more than any limit that it may have
             case "corrupt":
                 there = self._roster.present
                 if line is not None:
-                    line.socket.send(NONSENSE)
+                    line.babble(NONSENSE)
         if order.do in ("leave", "vanish"):
             there += frozen  # the server may know them no more; they do not come back when they thaw
             for device in frozen:
                 del self._thawing[device]
         self._carried_out(now_ns, order, there)
 
-    def _return(self, order: Order, line: Connection | None) -> None:
+    def _return(self, order: Order, line: Line | None) -> None:
         away = [device for device in dict.fromkeys(order.devices) if not self._roster.is_present(device)]
         now_ns = self._clock.now_ns()
         if away:
             self._admit(away, line)
         self._carried_out(now_ns, order, away)
 
-    def _admit(self, devices: list[int], line: Connection | None) -> Connection | None:
+    def _admit(self, devices: list[int], line: Line | None) -> Line | None:
         """They are there again, as new devices."""
         self._roster.admit(devices)
         self._devices.forget(devices)
@@ -276,7 +294,7 @@ class Pod:
         heapq.heapify(self._to_compute)
         heapq.heapify(self._to_send)
 
-    def _report_silent(self, line: Connection) -> None:
+    def _report_silent(self, line: Line) -> None:
         """A server with one connection a device would have missed them by now."""
         missed = []
         while self._unnoticed and self._unnoticed[0][0] <= self._clock.now_ns():
@@ -286,7 +304,7 @@ class Pod:
 
     # ---- work
 
-    def _patience_s(self, line: Connection) -> float:
+    def _patience_s(self, line: Line) -> float:
         """How long the loop may sleep: not at all while there is something to compute."""
         if self._to_compute:
             return 0.0
@@ -365,7 +383,7 @@ class Pod:
             answer = (row[0], row[1], row[2], DONE, product.size, compute_s, due_ns)
             heapq.heappush(self._to_send, (due_ns, sequence, answer, product))
 
-    def _send_due(self, line: Connection) -> None:
+    def _send_due(self, line: Line) -> None:
         now_ns = self._clock.now_ns()
         if now_ns < self._sent_ns + COALESCE_NS:
             return
@@ -399,7 +417,7 @@ class Pod:
         return True
 
 
-def _patience_ns(line: Connection) -> int:
+def _patience_ns(line: Line) -> int:
     """For so long a server bears the silence of a device that has a connection of its own."""
     return int(1e9 * SILENT_AFTER * line.heartbeat_s)
 
@@ -407,10 +425,11 @@ def _patience_ns(line: Connection) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emulator.pod", description=__doc__)
     parser.add_argument("--ps", required=True, help="the server, tcp://HOST:PORT")
-    parser.add_argument("--links", choices=("model", "off"), default="model", help="off: no modelled time at all")
+    parser.add_argument("--links", choices=LINKS, default="model", help="off: no modelled time at all")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
     )
+    parser.add_argument("--clock-offset-ns", type=int, default=0, help="of the server's clock, on another machine")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
@@ -423,8 +442,14 @@ def main(arguments: list[str] | None = None) -> int:
     models = Models.from_json(fleet["models"]) if fleet.get("models") else None
     keys = fleet.get("curve")
     curve = Curve(keys["server"], Keys.of(keys["secret"])) if keys else None
-    clock = ScaledClock(options.scale)
-    pod = Pod(profiles, fleet["labels"], options.links == "model", clock, orders, absent, tell, links, models, curve)
+    labels, addresses = fleet["labels"], None
+    if options.links == "kernel":
+        devices = Devices.behind_kernel_links(profiles, links, models, latency=fleet["latency_in_pod"])
+        addresses = dict(zip(labels, fleet["addresses"], strict=True))
+    else:
+        devices = Devices(profiles, links, models)
+    clock = ScaledClock(options.scale, options.clock_offset_ns)
+    pod = Pod(profiles, labels, devices, options.links != "off", clock, orders, absent, tell, addresses, curve)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True
@@ -446,8 +471,9 @@ def tell(line: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Linux: be killed when the testbed is, even by kill -9. Elsewhere the silent server ends us, a little later."""
-    if sys.platform == "linux":
+    """Linux: be killed when the testbed is, even by kill -9. Elsewhere the silent server ends us, a little later; also
+    in a container, where we are the first process and our parent is none of ours."""
+    if sys.platform == "linux" and os.getppid() != 0:
         import ctypes
 
         parent_death_signal = 1

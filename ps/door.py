@@ -49,17 +49,24 @@ _HANDSHAKES: dict[int, str] = {
 
 
 def open_router(
-    host: str, port: int, listen: Sequence[str], access: AccessFile | None, say: Callable[[str], None]
+    host: str,
+    port: int,
+    listen: Sequence[str],
+    unlisted: Sequence[str],
+    access: AccessFile | None,
+    say: Callable[[str], None],
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str, Door | None]:
-    """A context, its ROUTER, and where it takes plain connections; no door if it takes no others."""
-    if listen and access is None:
-        raise AddressError(f"cannot listen on {listen[0]}: nothing says who may join there")
-    context, router = new_router(io_threads=IO_THREADS if listen else 1)
+    """A context, its ROUTER, and where it takes plain connections; no door if it takes no others. `unlisted` ones are
+    encrypted like those of `listen`, but nobody is invited to come there."""
+    encrypted = [*listen, *unlisted]
+    if encrypted and access is None:
+        raise AddressError(f"cannot listen on {encrypted[0]}: nothing says who may join there")
+    context, router = new_router(io_threads=IO_THREADS if encrypted else 1)
     try:
-        door = Door(context, router, access, say) if listen and access is not None else None
+        door = Door(context, router, access, say) if encrypted and access is not None else None
         address = bind_plain(router, host, port)
         if door is not None:
-            door.open(listen)
+            door.open(listen, unlisted)
         return context, router, address, door
     except BaseException:
         context.destroy(linger=0)
@@ -89,16 +96,18 @@ class Door:
         self._monitor: zmq.Socket[bytes] = router.get_monitor_socket(HANDSHAKE_FAILED)
         self._router.setsockopt(zmq.ZAP_DOMAIN, PLAIN)
         self.addresses: list[str] = []
+        self.unlisted_addresses: list[str] = []
         self._mine: tuple[str, ...] = ()
         self.public_key = access.keys.public
 
-    def open(self, listen: Sequence[str]) -> None:
+    def open(self, listen: Sequence[str], unlisted: Sequence[str] = ()) -> None:
         """From now on whatever is bound is encrypted."""
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt(zmq.CURVE_SECRETKEY, self._access.keys.secret.encode())
         self._router.setsockopt(zmq.ZAP_DOMAIN, ENCRYPTED)
         self._router.setsockopt(zmq.RCVHWM, AHEAD)
         self.addresses = [bind(self._router, endpoint) for endpoint in listen]
+        self.unlisted_addresses = [bind(self._router, endpoint) for endpoint in unlisted]
         mine = self._mine = tuple(address.removeprefix("tcp://") for address in self.addresses)
         self._change(lambda book: (replace(book, listening=mine), None))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import re
-import resource
 
 import zmq
 
 from agent.errors import UserError
+from agent.limits import raise_file_limit
 from agent.wire import MAX_FRAME_BYTES
 
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
@@ -21,7 +20,7 @@ class AddressError(UserError):
 
 def new_router(io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """A context and its ROUTER, which is not bound yet."""
-    _raise_file_limit()
+    raise_file_limit()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads)
     context.set(zmq.MAX_SOCKETS, 1 << 16)
     router = context.socket(zmq.ROUTER)
@@ -80,11 +79,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file: allow as many as this user may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -102,11 +102,13 @@ class Server:
         verify: bool = True,
         clock: Clock | None = None,
         listen: Sequence[str] = (),
+        unlisted: Sequence[str] = (),
         access: AccessFile | None = None,
     ) -> None:
         """`clock`: of blocks and their stamps. Heartbeats and silence are on the host's own clock whatever it is: a
         connection lives or dies in the host's time, however slow the devices behind it are made. `listen`: where
-        devices that `access` knows may join, encrypted; at `host`, which is this machine itself, everybody may."""
+        devices that `access` knows may join, encrypted; `unlisted`: likewise, but invitations do not name it; at
+        `host`, which is this machine itself, everybody may."""
         self.totals = Totals()
         self.records = Records()
         self.labels: list[str] = []  # one a device, by id
@@ -130,9 +132,10 @@ class Server:
         self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
-        opened = open_router(host, port, listen, access, lambda text: self.notice(text))
+        opened = open_router(host, port, listen, unlisted, access, lambda text: self.notice(text))
         self._context, self._router, self.address, self._door = opened
         self.public_addresses = self._door.addresses if self._door else []  # where devices elsewhere may join
+        self.unlisted_addresses = self._door.unlisted_addresses if self._door else []  # and where they are not told to
         self.public_key = self._door.public_key if self._door else ""
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agent.errors import Failure, UserError
-from testbed import access_commands, interrupts
+from testbed import access_commands, cli_containers, cli_links, interrupts
 
 app = typer.Typer(
     name="cleave",
@@ -29,6 +29,9 @@ trace_app = typer.Typer(
 )
 app.add_typer(trace_app, name="trace")
 access_commands.add_to(app)
+app.add_typer(cli_links.app, name="links")
+app.command()(cli_containers.image)
+app.command()(cli_containers.clean)
 
 
 @app.callback()

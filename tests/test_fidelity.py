@@ -50,6 +50,28 @@ def late(
     }
 
 
+# ---- kernel links
+
+
+def test_over_kernel_links_the_pods_are_judged_and_not_the_time_on_the_line() -> None:
+    """Answers that leave on time are on time, however long they are on their way."""
+    slow_line, slow_pods = late(0.5, pod_share=0.0), late(0.5, pod_share=1.0)
+    assert judge(**slow_line).verdict == DEGRADED
+    found = judge(**slow_line, kernel_links=True)
+    assert (found.verdict, found.stretch) == (VALID, 1.0)
+    assert "cleave links check" in found.reason
+    found = judge(**slow_pods, kernel_links=True)
+    assert found.verdict == DEGRADED
+    assert found.causes[0].startswith("pods late")
+    assert "slow the clock" not in found.reason  # links of a kernel have only one speed
+    assert found.scale_needed == 1.0
+
+
+@pytest.mark.parametrize(("step_stretch", "verdict"), [(1.08, VALID), (1.12, DEGRADED)])
+def test_steps_over_kernel_links_may_be_a_tenth_longer_than_modelled(step_stretch: float, verdict: str) -> None:
+    assert judge(**late(0.0, step_stretch=step_stretch), kernel_links=True).verdict == verdict
+
+
 # ---- causes
 
 

@@ -44,7 +44,7 @@ def main() -> int:
         "--only",
         default="abcdeg",
         help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (minutes), "
-        "g encryption, v virtual and other clocks (%(default)s)",
+        "g encryption, l kernel links (root), v virtual and other clocks (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
     options = parser.parse_args()
@@ -104,6 +104,11 @@ def main() -> int:
 
         display.say("(g) encryption: bytes a second and a step of a fleet, plain and encrypted in turn; about 90 s")
         rows += _encryption(raw.setdefault("encryption", encryption.measure()))
+    if "l" in options.only:
+        from testbed.bench import links
+
+        display.say(f"(l) kernel links of {links.DEVICES:,} devices: set up, and rates of {links.SAMPLE}; about 40 s")
+        rows += _links(raw.setdefault("links", links.measure()))
     if "v" in options.only:
         from testbed.bench import clocks
 
@@ -227,6 +232,17 @@ def _encryption(result: dict[str, Any]) -> list[Row]:
     took = f"{step['encrypted_s']:.2f} s, {100 * step['differs']:+.1f}%"
     what = f"(g) step of {step['devices']} devices, encrypted"
     return [*rows, Row(what, took, f"plain {step['plain_s']:.2f} s", None, "within 5%", abs(step["differs"]) <= 0.05)]
+
+
+def _links(result: dict[str, Any]) -> list[Row]:
+    what, set_up_s = f"(l) links of {result['devices']:,} devices", result["set_up_s"]
+    rows = [Row(f"{what} set up", f"{set_up_s:.2f} s", "each way, read back", None, "5 s", set_up_s <= 5)]
+    for way in ("down", "up"):
+        least, most = (result[f"{way}_share"][end] for end in ("least", "most"))
+        within = f"{100 * least:.1f}% to {100 * most:.1f}%"
+        of = f"of what was asked, sample of {result['sample']}"
+        rows.append(Row(f"{what}, {way}", within, of, None, "within 5%", least >= 0.95 and most <= 1.05))
+    return rows
 
 
 def _clocks(result: dict[str, Any]) -> list[Row]:
