@@ -6,6 +6,7 @@ and is written here byte by byte, so the `onnx` package is not needed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class OnnxKernel:
     name = "onnxruntime"
 
     def __init__(self, threads: int = 1) -> None:
+        os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # or it makes itself an identity among the user's files when it loads
         import onnxruntime
 
         onnxruntime.disable_telemetry_events()  # a volunteer's phone sends nothing but results
@@ -125,7 +127,11 @@ def available_kernels(threads: int = 1) -> tuple[list[Kernel], dict[str, str]]:
 
 def pick_kernel(only: str | None = None, threads: int = 1, clock: Callable[[], float] = time.perf_counter) -> Measured:
     """Measure each kernel for a moment and take the faster one, or the one that was asked for."""
-    kernels, rejected = available_kernels(threads)
+    if only == NumpyKernel.name:  # not even looked at: there are ONNX Runtimes that take the whole process with them
+        kernels: list[Kernel] = [NumpyKernel()]
+        rejected: dict[str, str] = {}
+    else:
+        kernels, rejected = available_kernels(threads)
     if only is not None:
         kernels = [k for k in kernels if k.name == only]
         if not kernels:
