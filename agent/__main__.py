@@ -1,8 +1,10 @@
-"""Lend this device to a server: `python -m agent --ps tcp://HOST:PORT`. Measure it: `python -m agent measure`."""
+"""Lend this device to a server: `python -m agent --invitation LINK`, and from then on `python -m agent`; or, on the
+server's own machine, `--ps tcp://127.0.0.1:PORT`. Measure it: `python -m agent measure`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import platform
@@ -31,15 +33,16 @@ def main(arguments: list[str] | None = None) -> int:
     import numpy as np
 
     from agent.kernels import pick_kernel
-    from agent.probe import check_address
+    from agent.line import find_line
     from agent.profile import Profile, pack_profiles
     from agent.units import UnitError, parse_duration, parse_rate, parse_size
     from agent.wire import Join
     from agent.worker import Worker
 
     log = logging.getLogger("agent")
+    resources = contextlib.ExitStack()
     try:
-        check_address(options.ps)
+        line = resources.enter_context(find_line(options.ps, options.invitation, options.state))
         measured = pick_kernel(options.kernel, options.threads)
         profile = Profile(
             flops=measured.flops,
@@ -69,13 +72,16 @@ def main(arguments: list[str] | None = None) -> int:
         "system": platform.system(),
     }
     worker = Worker(
-        options.ps,
-        Join(pack_profiles([profile]), [options.name], about),
+        line.endpoints,
+        Join(pack_profiles([profile]), [options.name], about, line.token),
         measured.kernel,
         stop,
         once=options.once,
+        curve=line.curve,
+        on_welcome=line.welcomed,
     )
-    code = worker.run()
+    with resources:
+        code = worker.run()
     log.info(
         "%d blocks in %.1f s of computing, %d failed", worker.tally.blocks, worker.tally.compute_s, worker.tally.failed
     )
@@ -108,9 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m agent",
         description="Lend this device to a Cleave parameter server. It computes blocks of matrix products and returns "
         "them; it keeps nothing and sends nothing else. Ctrl-C leaves politely.",
-        epilog="example: python -m agent --ps tcp://127.0.0.1:5555 --threads 2",
+        epilog="example: python -m agent --invitation 'cleave://...'; afterwards: python -m agent",
     )
-    parser.add_argument("--ps", required=True, metavar="ADDRESS", help="the server, as it printed it: tcp://HOST:PORT")
+    server = parser.add_mutually_exclusive_group()
+    server.add_argument("--invitation", metavar="LINK", help="from the server's owner; needed once, then remembered")
+    server.add_argument("--ps", metavar="ADDRESS", help="a server on this machine, as it printed it: tcp://HOST:PORT")
+    parser.add_argument("--state", metavar="FOLDER", help="where keys and the server are remembered")
     parser.add_argument("--name", default=platform.node() or "device", help="what people read in tables (%(default)s)")
     parser.add_argument("--threads", type=_positive, default=1, help="cores to lend (%(default)s)")
     parser.add_argument("--memory", default="512 MB", help="memory to lend (%(default)s)")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import zmq
 
+from agent.keys import Curve
 from agent.wire import (
     MAX_FRAME_BYTES,
     Heartbeat,
@@ -28,6 +29,10 @@ from agent.wire import (
 
 log = logging.getLogger(__name__)
 
+RECONNECT_MS = (500, 10_000)  # of an encrypted line: whoever is turned away does not come back ten times a second
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 SILENT_AFTER = 8  # heartbeats without a word from the other side
 
 
@@ -39,9 +44,11 @@ class Connection:
         join: Join,
         *,
         receive_ahead: int = 0,
+        curve: Curve | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`receive_ahead`: messages taken off the network before they are asked for, at most; 0 is no limit."""
+        """`receive_ahead`: messages taken off the network before they are asked for, at most; 0 is no limit.
+        `curve`: keys of an encrypted line; without them it is plain."""
         self.endpoint = endpoint
         self.joined: Welcome | None = None
         self._clock = clock
@@ -52,6 +59,12 @@ class Connection:
         self.socket.setsockopt(zmq.RCVHWM, receive_ahead)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._monitor: zmq.Socket[bytes] | None = None
+        if curve is not None:
+            curve.apply(self.socket)
+            self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
+            self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+            self._monitor = self.socket.get_monitor_socket(HANDSHAKE_FAILED)
         self.socket.connect(endpoint)
         self.send(join)
 
@@ -96,5 +109,13 @@ class Connection:
     def lost(self) -> bool:
         return self._clock() - self._heard > SILENT_AFTER * self._heartbeat_s
 
+    @property
+    def turned_away(self) -> bool:
+        """Has the handshake of an encrypted line failed? Then the keys of both ends do not belong together."""
+        return self._monitor is not None and self.joined is None and bool(self._monitor.poll(0))
+
     def close(self, linger_s: float = 0.0) -> None:
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
         self.socket.close(linger=int(linger_s * 1000))

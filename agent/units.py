@@ -42,7 +42,9 @@ _RATE = _Quantity(
     | {f"{unit}/s": factor for unit, factor in _BITS.items()}
     | {f"{unit}/s": 8 * f for unit, f in _BYTES.items()},
 )
-_DURATION = _Quantity("a duration", "35 ms", _units(us="1e-6", µs="1e-6", ms="1e-3", s="1", min="60", h="3600"))
+_DURATION = _Quantity(
+    "a duration", "35 ms", _units(us="1e-6", µs="1e-6", ms="1e-3", s="1", min="60", h="3600", day="86400", days="86400")
+)
 _SIZE = _Quantity("a size", "512 MB", _BYTES)
 _FLOPS = _Quantity(
     "a computing rate", "80 GFLOPS", _units(FLOPS="1", kFLOPS="1e3", MFLOPS="1e6", GFLOPS="1e9", TFLOPS="1e12")

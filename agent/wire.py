@@ -30,6 +30,7 @@ MAX_FRAME_BYTES = 1 << 30  # also given to ZeroMQ as MAXMSGSIZE
 MAX_TEXT_BYTES = 4 << 20
 ZERO_COPY_BYTES = 1 << 16
 MAX_ROWS = 1 << 20  # blocks in one message, devices in one join
+MAX_TOKEN = 128
 MAX_PROBE_BYTES = 8 << 20  # each way, to measure a link
 
 _HEADER = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, count, stamp_ns
@@ -106,6 +107,7 @@ class Join:
     profiles: NDArray[np.void]  # PROFILE, one row a device; a row's index is the device's index in this connection
     labels: list[str]  # what people read in tables, one a device
     about: dict[str, str] = field(default_factory=dict)  # software and hardware, for the results folder
+    token: str = ""  # of an invitation, until the server knows this device's key; only ever sent encrypted
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,8 @@ def encode(message: Message) -> list[Frame]:
         case Cancel():
             return [_head(Kind.CANCEL, len(message.blocks)), message.blocks]
         case Join():
-            text = _dump({"labels": message.labels, "about": message.about})
+            said = {"labels": message.labels, "about": message.about}
+            text = _dump(said | {"token": message.token} if message.token else said)
             return [_head(Kind.JOIN, len(message.profiles)), message.profiles, text]
         case Welcome():
             return [_head(Kind.WELCOME, 0), _dump({"heartbeat_s": message.heartbeat_s, "run": message.run})]
@@ -300,7 +303,10 @@ def _decode_join(body: Sequence[Any], count: int) -> Join:
         raise WireError(f"JOIN of {count} devices without {count} labels")
     if not (isinstance(about, dict) and all(isinstance(x, str) for x in about.values())):
         raise WireError("JOIN whose 'about' is not a table of texts")
-    return Join(profiles.copy(), labels, about)
+    token = text.get("token", "")
+    if not isinstance(token, str) or len(token) > MAX_TOKEN:
+        raise WireError("JOIN whose token is none")
+    return Join(profiles.copy(), labels, about, token)
 
 
 def _head(kind: int, count: int) -> bytes:

@@ -8,12 +8,13 @@ holds the sender back, so memory stays within three chunks.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -22,6 +23,7 @@ import zmq
 
 from agent.connection import Connection
 from agent.kernels import Array, Kernel
+from agent.keys import Curve
 from agent.operands import BlockRow, Operands
 from agent.wire import ANSWER, DONE, FAILED, Cancel, Goodbye, Join, Leave, Refused, Result, Welcome, WireError, Work
 
@@ -53,17 +55,31 @@ class Tally:
 
 
 class Worker:
-    def __init__(self, endpoint: str, join: Join, kernel: Kernel, stop: Stop, *, once: bool = False) -> None:
-        self._endpoint, self._join, self._kernel, self._stop, self._once = endpoint, join, kernel, stop, once
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        join: Join,
+        kernel: Kernel,
+        stop: Stop,
+        *,
+        once: bool = False,
+        curve: Curve | None = None,
+        on_welcome: Callable[[], None] | None = None,
+    ) -> None:
+        """`endpoints` of one server are tried in turn. `on_welcome` is called when it has taken us in."""
+        self._endpoints, self._join, self._kernel, self._stop, self._once = endpoints, join, kernel, stop, once
+        self._endpoint = endpoints[0]
+        self._curve, self._on_welcome = curve, on_welcome
         self.tally = Tally()
 
     def run(self) -> int:
         """Serve until told to stop; the exit code. 2: the server will not have us."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         backoff_s = BACKOFF_S[0]
+        turns = itertools.cycle(self._endpoints)
         try:
             while not self._stop.requested:
-                served = self.tally.blocks
+                served, self._endpoint = self.tally.blocks, next(turns)
                 ending = self._session(context)
                 if isinstance(ending, Refused) and ending.final:
                     log.error("the server at %s refused this device: %s", self._endpoint, ending.reason)
@@ -82,7 +98,7 @@ class Worker:
 
     def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> Refused | Goodbye | None:
         """One stay at the server, from joining to its end; what the server said last, None if the line broke."""
-        line = Connection(context, self._endpoint, self._join, receive_ahead=1)
+        line = Connection(context, self._endpoint, self._join, receive_ahead=1, curve=self._curve)
         operands = Operands()
         bell, ear = _bell(context)
         computer = Computer(operands, self._kernel, ring=lambda: bell.send(b""))
@@ -122,10 +138,16 @@ class Worker:
                         case Welcome(run=run):
                             self.tally.sessions += 1
                             log.info("joined %s, run %s", self._endpoint, run)
+                            self._join = replace(self._join, token="")  # from now on our key is enough
+                            if self._on_welcome is not None:
+                                self._on_welcome()
                         case Refused() | Goodbye() as ending:
                             log.info("the server said: %s", ending.reason)
                             return ending
                 line.beat()
+                if line.turned_away:
+                    log.warning("%s is not the server of the invitation: it has not its key", self._endpoint)
+                    return None
                 if line.lost:
                     log.info("no word from %s: is the server running?", self._endpoint)
                     return None

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from agent.clock import Clock, ScaledClock
 from agent.connection import SILENT_AFTER, Connection
 from agent.kernels import Array, NumpyKernel
+from agent.keys import Curve, Keys
 from agent.operands import BlockRow, Operands
 from agent.profile import PROFILE
 from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Result, WireError, Work
@@ -62,8 +63,11 @@ class Pod:
         tell: Callable[[str], None] = print,
         links: Links | None = None,
         models: Models | None = None,
+        curve: Curve | None = None,
     ) -> None:
-        """`absent` devices are not there at first; an order may make them join. `models`: see Devices."""
+        """`absent` devices are not there at first; an order may make them join. `models`: see Devices. `curve`: keys
+        of an encrypted connection."""
+        self._curve = curve
         self._profiles, self._labels = profiles, labels
         self._devices = Devices(profiles, links, models)
         self._roster = Roster(len(profiles), absent)
@@ -148,7 +152,7 @@ class Pod:
         for left_over in (self._to_compute, self._to_send, self._unnoticed, self._cancelled, self._spent):
             left_over.clear()
         self._devices.forget(list(range(len(self._profiles))))
-        return Connection(context, endpoint, self._join(present)) if present else None
+        return Connection(context, endpoint, self._join(present), curve=self._curve) if present else None
 
     def _join(self, devices: list[int]) -> Join:
         about = {"kind": "pod", "pid": str(os.getpid())}
@@ -394,8 +398,10 @@ def main(arguments: list[str] | None = None) -> int:
     absent = fleet.get("absent", ())
     links = links_from_json(fleet, len(profiles))
     models = Models.from_json(fleet["models"]) if fleet.get("models") else None
+    keys = fleet.get("curve")
+    curve = Curve(keys["server"], Keys.of(keys["secret"])) if keys else None
     clock = ScaledClock(options.scale)
-    pod = Pod(profiles, fleet["labels"], options.links == "model", clock, orders, absent, tell, links, models)
+    pod = Pod(profiles, fleet["labels"], options.links == "model", clock, orders, absent, tell, links, models, curve)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True

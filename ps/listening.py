@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import re
 import resource
 
 import zmq
@@ -11,16 +13,23 @@ from agent.errors import UserError
 from agent.wire import MAX_FRAME_BYTES
 
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
+IO_THREADS_ENCRYPTED = 2  # one of them encrypts about 1 GB/s
 
 
 class AddressError(UserError):
     """The server cannot listen where it was asked to."""
 
 
-def listening(host: str, port: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """A context and its ROUTER, bound; port 0 is any free one."""
+def listening(host: str, port: int, encrypted: bool) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str]:
+    """A context, its ROUTER, and the address at which it takes plain connections; port 0 is any free one. `encrypted`:
+    other endpoints, which are, will follow."""
+    if not is_loopback(host):
+        raise AddressError(
+            f"cannot listen on {host} in the clear: that is only for this machine itself, 127.0.0.1. "
+            f"For devices elsewhere say --listen tcp://{host}:{port or 5555}, and invite them: cleave invite"
+        )
     _raise_file_limit()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS_ENCRYPTED if encrypted else 1)
     context.set(zmq.MAX_SOCKETS, 1 << 16)
     router = context.socket(zmq.ROUTER)
     for option, value in (
@@ -33,10 +42,19 @@ def listening(host: str, port: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq
     ):
         router.setsockopt(option, value)
     try:
+        return context, router, bind(router, f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+    except UserError:
+        context.destroy(linger=0)
+        raise
+
+
+def bind(router: zmq.Socket[bytes], endpoint: str) -> str:
+    """Port 0 is any free one: the address it has become."""
+    host, port = split_endpoint(endpoint)
+    router.setsockopt(zmq.IPV6, int(host.startswith("[")))
+    try:
         router.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
-        router.close()
-        context.term()
         raise AddressError(
             f"cannot listen on {host} port {port}: {zmq.strerror(error.errno or 0)}. "
             + (
@@ -45,7 +63,24 @@ def listening(host: str, port: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq
                 else "The host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
             )
         ) from None
-    return context, router
+    return router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    found = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(\d{1,5})", endpoint)
+    if not found or int(found[2]) > 65535:
+        raise AddressError(f"cannot listen on {endpoint!r}; give an address such as tcp://0.0.0.0:5555")
+    return found[1], int(found[2])
+
+
+def is_loopback(host: str) -> bool:
+    """Names other than localhost are taken for places elsewhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _raise_file_limit() -> None:

@@ -21,6 +21,7 @@ class Peer:
     identity: bytes
     heard_s: float
     about: dict[str, str]
+    key: str = ""  # the public key of an encrypted connection; empty: a plain one, from this machine
     ids: list[int] = field(default_factory=list)  # of its devices, by their index in this connection
     index: dict[int, int] = field(default_factory=dict)  # and the other way round
     piece_ids: Iterator[int] = field(default_factory=itertools.count)

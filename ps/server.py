@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import socket
 import sys
 import threading
@@ -28,7 +27,7 @@ from agent.connection import SILENT_AFTER
 from agent.errors import Failure
 from agent.wire import (
     BLOCK,
-    DONE,
+    MAX_PROBE_BYTES,
     PIECE,
     Goodbye,
     Heartbeat,
@@ -44,14 +43,17 @@ from agent.wire import (
     Work,
     decode,
 )
+from ps.access import REVOKED, Refusal
+from ps.access_file import AccessFile
+from ps.answers import Answers
 from ps.assignments import REACTION_S
+from ps.checking import Checking
 from ps.dispatcher import Dispatcher
+from ps.door import PASSING, open_door
 from ps.events import (
     AcceptBlocks,
-    BlocksFailed,
     BlocksLost,
     BlocksRecovered,
-    BlocksReturned,
     CancelBlocks,
     CheckJob,
     DevicesJoined,
@@ -69,19 +71,21 @@ from ps.events import (
     TimePassed,
 )
 from ps.jobs import Live, Product, Totals
-from ps.ledger import DONE as DONE_BLOCK
 from ps.listening import listening
 from ps.operands import Operand
 from ps.peers import Peer, missing_ones, printable
 from ps.planner import Planner
 from ps.records import Records
 from ps.shipping import Shipping
-from ps.verify import Expectation, wrong_blocks
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
+
+
+COMPLAINTS = 1000  # connections whose nonsense is mentioned, once each
+NOTHING = memoryview(bytes(MAX_PROBE_BYTES))  # what probes are answered with; the same for all
 
 
 class ServerError(Failure):
@@ -98,9 +102,12 @@ class Server:
         planner: Planner | None = None,
         verify: bool = True,
         clock: Clock | None = None,
+        listen: Sequence[str] = (),
+        access: AccessFile | None = None,
     ) -> None:
         """`clock`: of blocks and their stamps. Heartbeats and silence are on the host's own clock whatever it is: a
-        connection lives or dies in the host's time, however slow the devices behind it are made."""
+        connection lives or dies in the host's time, however slow the devices behind it are made. `listen`: where
+        devices that `access` knows may join, encrypted; at `host`, which is this machine itself, everybody may."""
         self.totals = Totals()
         self.records = Records()
         self.labels: list[str] = []  # one a device, by id
@@ -116,7 +123,7 @@ class Server:
         self._submitted: deque[Callable[[], None]] = deque()  # what other threads ask this one to do
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
-        self._secret = secrets.randbits(64)  # so that nobody knows what is asked of its blocks
+        self._checking = Checking(self._jobs, self.totals)
         self._alive = 0
         self._joined = threading.Condition()
         self._complained: set[bytes] = set()
@@ -125,9 +132,13 @@ class Server:
         self._goodbye = ""
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
-        self._context, self._router = listening(host, port)
+        self._context, self._router, self.address = listening(host, port, bool(listen))
+        try:
+            self._door = open_door(self._context, self._router, access, listen, lambda text: self.notice(text))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
-        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
     # ---- for other threads
@@ -173,6 +184,20 @@ class Server:
         self._wake()
 
     @property
+    def public_addresses(self) -> list[str]:
+        """Where devices elsewhere may join, if they may."""
+        return self._door.addresses if self._door else []
+
+    @property
+    def public_key(self) -> str:
+        return self._door.public_key if self._door else ""
+
+    def trust(self, key: str, name: str, devices: int) -> None:
+        """For this run the holder of this key may join without an invitation, with so many devices a connection."""
+        if self._door is not None:
+            self._door.trust(key, name, devices)
+
+    @property
     def late_blocks_helped(self) -> int:
         return self._dispatcher.rescues.begun
 
@@ -215,6 +240,8 @@ class Server:
                 self._joined.notify_all()
             for live in list(self._jobs.values()):
                 live.product.done()  # whoever waits finds `error` set
+            if self._door is not None:
+                self._door.close()
             self._router.close()
             self._context.term()
             self._wake_read.close()
@@ -224,6 +251,8 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        for source in self._door.sockets if self._door else ():
+            poller.register(source, zmq.POLLIN)
         next_beat, next_look = time.monotonic(), self._now_s()
         while not self._stopping:
             stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
@@ -234,6 +263,8 @@ class Server:
             woke = time.perf_counter()
             if self._wake_read.fileno() in ready:
                 self._wake_read.recv(4096)
+            if self._door is not None:
+                self._door.attend()
             heard_all = self._read()
             if self._submitted:
                 self._submitted.popleft()()  # one a turn: answers do not wait for all of them
@@ -252,6 +283,8 @@ class Server:
             self.totals.longest_turn_s = max(self.totals.longest_turn_s, turn_s)
         for peer in list(self._peers.values()):
             self._shipping.send(peer, Goodbye(self._goodbye))
+        if self._door is not None:
+            self._door.left(peer.key for peer in self._peers.values())
 
     def _read(self) -> bool:
         """Take what has arrived; True if nothing is left."""
@@ -261,7 +294,7 @@ class Server:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return True
-                self._receive(bytes(frames[0].buffer), frames[1:])
+                self._receive(bytes(frames[0].buffer), self._door.key_of(frames[0]) if self._door else "", frames[1:])
             return False
         finally:
             self._take_answers()
@@ -270,7 +303,12 @@ class Server:
         """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence, which
         counts only if everything that did arrive has been heard."""
         now = time.monotonic()
+        revoked = self._door.revoked(peer.key for peer in self._peers.values()) if self._door else set()
         for peer in list(self._peers.values()):
+            if peer.key in revoked:
+                self._shipping.reply(peer.identity, Refused(REVOKED.reason, final=True))
+                self._lose(peer, "it was revoked")
+                continue
             if heard_all and now - peer.heard_s > SILENT_AFTER * self._heartbeat_s:
                 self._lose(peer, "silent")
                 continue
@@ -282,8 +320,12 @@ class Server:
             if not self._shipping.send(peer, message):
                 self._lose(peer, "its connection is gone")
 
-    def _receive(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _receive(self, identity: bytes, key: str, frames: Sequence[zmq.Frame]) -> None:
+        """`key`: whose connection it came over; empty if that is a plain one, from this machine."""
         peer = self._peers.get(identity)
+        if peer is not None and peer.key != key:  # a name that somebody else had before; ZeroMQ lets anyone choose one
+            self._lose(peer, "its connection is gone")
+            peer = None
         try:
             message = decode(frames)
             if peer is not None:
@@ -294,9 +336,12 @@ class Server:
                 case Heartbeat() if peer is not None:
                     pass
                 case Join():
-                    self._join(identity, message)
+                    self._join(identity, key, message)
                 case Probe(token=token, wanted_bytes=wanted):
-                    self._shipping.reply(identity, Probe(token, 0, bytes(wanted)))
+                    if key and self._door and (refusal := self._door.may_probe(key, wanted)):
+                        self._shipping.reply(identity, Refused(refusal.reason, final=False))
+                    else:
+                        self._shipping.reply(identity, Probe(token, 0, NOTHING[:wanted]))
                 case Leave() if peer is not None:
                     self._take_answers()  # what it returned before it left counts
                     self._leave(peer, message)
@@ -309,7 +354,7 @@ class Server:
 
     def _complain(self, identity: bytes, error: WireError) -> None:
         self.totals.dropped_messages += 1
-        if identity not in self._complained:
+        if identity not in self._complained and len(self._complained) < COMPLAINTS:
             self._complained.add(identity)
             self.notice(f"dropped a message that makes no sense: {error}")
         final = isinstance(error, VersionMismatch)
@@ -317,9 +362,19 @@ class Server:
         if (peer := self._peers.get(identity)) is not None:
             self._lose(peer, "it sent what makes no sense")  # it may join again, its blocks do not wait for it
 
-    def _join(self, identity: bytes, message: Join) -> None:
+    def _join(self, identity: bytes, key: str, message: Join) -> None:
         """A connection, or more devices of one that is there: they get the next indices."""
-        peer = self._peers.setdefault(identity, Peer(identity, time.monotonic(), message.about))
+        if key and self._door:
+            there = self._peers[identity].ids if identity in self._peers else []
+            present = sum(self._dispatcher.devices[device].alive for device in there)
+            guest = self._door.admit(key, message, present)
+            if isinstance(guest, Refusal):
+                self._shipping.reply(identity, Refused(guest.reason, final=guest not in PASSING))
+                return
+            for old in [p for p in self._peers.values() if p.key == key and p.identity != identity]:
+                if guest.devices == 1:  # its network has changed
+                    self._lose(old, "it has joined again from elsewhere")
+        peer = self._peers.setdefault(identity, Peer(identity, time.monotonic(), message.about, key))
         first = len(self._peer_of)
         new = range(first, first + len(message.profiles))
         peer.add(new)
@@ -341,6 +396,8 @@ class Server:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
+        if self._door is not None:
+            self._door.left([peer.key])
         gone = [d for d in peer.ids if self._dispatcher.devices[d].alive]
         if not gone:
             return  # all had left before
@@ -363,11 +420,8 @@ class Server:
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
         self._carry_out(instructions)
-        begun = time.perf_counter()
-        for job in numbered:
-            if self._verify and job in self._jobs:
-                self._expected(job)
-        self.totals.check_s += time.perf_counter() - begun
+        if self._verify:
+            self._checking.prepare(numbered)
 
     def _forget_operands(self, operands: list[int]) -> None:
         self._handle(OperandsForgotten(operands))
@@ -390,47 +444,12 @@ class Server:
                     self._complain(peer.identity, error)
 
     def _answers(self, batch: list[tuple[Peer, Result]]) -> None:
-        """All or nothing: whatever does not fit raises WireError before anything is changed."""
-        received_ns = self._clock.now_ns()
-        good, bad = BlocksReturned([], [], []), BlocksFailed([], [], [])
-        answered: list[tuple[Peer, int, int]] = []
-        places: list[tuple[Live | None, NDArray[np.float32], list[int]]] = []
-        for peer, message in batch:
-            cells, start = np.frombuffer(message.data, np.float32), 0
-            for device, job, block, status, size, _, _ in message.answers.tolist():
-                if device >= len(peer.ids):
-                    raise WireError(f"an answer names device {device}, the sender has {len(peer.ids)}")
-                live = self._jobs.get(job)  # None: its job is finished, the dispatcher will not count it
-                tile = live.tile(block) if live is not None else []
-                if live is not None and status == DONE and size != tile[1] * tile[3] * tile[5]:
-                    raise WireError(f"an answer to block {block} of job {job} has {size} cells, which is not its size")
-                event = good if status == DONE else bad
-                answered.append((peer, job, block))
-                event.devices.append(peer.ids[device])
-                event.jobs.append(job)
-                event.blocks.append(block)
-                if status == DONE:
-                    places.append((live, cells[start : start + size], tile))
-                start += size
-        for peer, job, block in answered:
+        received_ns, answers = self._clock.now_ns(), Answers.of(batch, self._jobs)
+        for peer, job, block in answers.answered:
             peer.answered(job, block)
-        if bad.devices:
-            self._handle(bad)
-
-        def accept(positions: list[int]) -> None:
-            for position in positions:
-                live, cells, (b, bs, r, rs, c, cs) = places[position]
-                assert live is not None
-                live.product.out[b : b + bs, r : r + rs, c : c + cs] = cells.reshape(bs, rs, cs)
-                self.totals.flops += 2 * cells.size * live.product.shape.inner
-                self.totals.result_bytes += cells.nbytes
-            self.totals.blocks += len(positions)
-            whole = len(positions) == sum(len(message.answers) for _, message in batch)
-            counted = None if whole else {(good.devices[p], good.jobs[p], good.blocks[p]) for p in positions}
-            for peer, message in batch:
-                self.records.answered(message.answers, peer.ids, received_ns, counted, message.stamp_ns)
-
-        self._handle(good, accept)
+        if answers.bad.devices:
+            self._handle(answers.bad)
+        self._handle(answers.good, lambda places: answers.accept(places, self.totals, self.records, received_ns))
 
     # ---- instructions
 
@@ -476,7 +495,7 @@ class Server:
                     self.records.recovered(loss, self._clock.now_ns())
         self.records.sent_again(self._clock.now_ns())
         for job in complete:
-            self._check(job)
+            self._handle(JobChecked(job, self._checking.wrong(job)))
 
     def _say_waiting(self, reason: str) -> None:
         """Once for each reason, until somebody joins."""
@@ -484,31 +503,9 @@ class Server:
             return
         self._said_waiting = reason
         missing = "" if self._alive else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
-        help_ = f"One joins with: python -m agent --ps {self.address}"
+        elsewhere = "; from elsewhere with an invitation: cleave invite" if self._door else ""
+        help_ = f"One joins with: python -m agent --ps {self.address}{elsewhere}"
         self.notice(f"waiting for a device that can go on: {reason}{missing}. {help_}")
-
-    def _check(self, job: int) -> None:
-        """Are all blocks of this job right?"""
-        begun = time.perf_counter()
-        product, record = self._jobs[job].product, self._jobs[job].job
-        done = np.flatnonzero(np.array(record.state) == DONE_BLOCK)
-        expected = self._expected(job)
-        wrong = wrong_blocks(product.left.array, product.right.array, product.out, record.tiles[done], expected)
-        self.totals.checked_blocks += len(done)
-        if wrong:  # they do not count
-            cells = int(np.prod(record.tiles[done[wrong]][:, 1::2], axis=1).sum())
-            self.totals.wrong_blocks += len(wrong)
-            self.totals.blocks -= len(wrong)
-            self.totals.flops -= 2 * cells * product.shape.inner
-        self.totals.check_s += time.perf_counter() - begun
-        self._handle(JobChecked(job, done[wrong].tolist()))
-
-    def _expected(self, job: int) -> Expectation:
-        """The larger part of the check, which is made once, while the devices work."""
-        live = self._jobs[job]
-        if live.expected is None:
-            live.expected = Expectation.of(live.product.left.array, live.product.right.array, (self._secret, job))
-        return live.expected
 
     def _finish(self, job: int) -> None:
         live = self._jobs.pop(job)

@@ -135,4 +135,4 @@ class Shipping:
     def reply(self, identity: bytes, message: Message) -> None:
         """To somebody who is not a peer: if it cannot be delivered now, nobody is owed it."""
         with contextlib.suppress(zmq.ZMQError):
-            self._router.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
+            send_frames(self._router, [identity, *encode(message)], zmq.NOBLOCK)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agent.errors import Failure, UserError
-from testbed import interrupts
+from testbed import access_commands, interrupts
 
 app = typer.Typer(
     name="cleave",
@@ -28,6 +28,7 @@ trace_app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(trace_app, name="trace")
+access_commands.add_to(app)
 
 
 @app.callback()
@@ -45,6 +46,9 @@ def run(
     steps: Annotated[str | None, typer.Option(metavar="N", help="How many optimizer steps.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of weights, batches and fleet.")] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="A model by name, e.g. llama-tiny.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Invited devices may join here, e.g. tcp://0.0.0.0:5555.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key, e.g. data.sequence=128.")
     ] = None,
@@ -58,8 +62,9 @@ def run(
     """
     from testbed.scenario import load_scenario, parse_assignments
 
-    given = {"fleet.devices": devices, "training.steps": steps, "seed": seed, "model.name": model}
     flags = {"fleet.devices": "--devices", "training.steps": "--steps", "seed": "--seed", "model.name": "--model"}
+    flags["server.listen"] = "--listen"
+    given = dict(zip(flags, (devices, steps, seed, model, listen), strict=True))
     overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
     loaded = load_scenario(scenario, overrides, flags={k: v for k, v in flags.items() if given[k] is not None})
 

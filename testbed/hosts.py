@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from agent.clock import Clock, ScaledClock
 from agent.errors import Failure
 from emulator.fleet import Fleet
+from ps.access_file import AccessFile, server_folder
 from ps.executor import Engine
 from ps.jobs import Totals
 from ps.planner import Planner
@@ -100,6 +101,8 @@ def on_processes(place: Place, server: Server, clock: ScaledClock, display: Disp
     server.notice = notice
     server.start()
     display.say(f"server at {server.address}; another device may join: python -m agent --ps {server.address}")
+    for address in server.public_addresses:
+        display.say(f"invited devices may join at {address}, encrypted: cleave invite")
     note("server", address=server.address)
     begun = time.monotonic()
     with Pods(place.fleet, place.pod_count, server.address, asked.links.kind, place.absent, clock.scale) as pods:
@@ -144,7 +147,16 @@ def in_virtual_time(place: Place, server: VirtualServer, display: Display, note:
 def real_server(place: Place, clock: ScaledClock) -> Server:
     """Listens from now on, or says why it cannot."""
     asked = place.scenario
-    return Server(asked.server.host, asked.server.port, run=asked.name, planner=place.planner, clock=clock)
+    listen = [asked.server.listen] if asked.server.listen else []
+    return Server(
+        asked.server.host,
+        asked.server.port,
+        run=asked.name,
+        planner=place.planner,
+        clock=clock,
+        listen=listen,
+        access=AccessFile(server_folder()) if listen else None,
+    )
 
 
 def virtual_server(place: Place) -> VirtualServer:

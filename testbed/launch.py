@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 
 from agent.errors import Failure
+from agent.keys import Curve
 from emulator.fleet import Fleet
 from emulator.link import Links, links_to_json
 from emulator.performance import Models
@@ -55,9 +56,17 @@ def _places(fleet: Fleet, labels: Sequence[str]) -> list[int]:
 
 class Pods:
     def __init__(
-        self, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int] = (), scale: float = 1.0
+        self,
+        fleet: Fleet,
+        count: int,
+        address: str,
+        links: str,
+        absent: Iterable[int] = (),
+        scale: float = 1.0,
+        curve: Curve | None = None,
     ) -> None:
-        """`absent` devices of the fleet are not there at first; `scale`: of the clock, as the server has it."""
+        """`absent` devices of the fleet are not there at first; `scale`: of the clock, as the server has it; `curve`:
+        keys of encrypted connections, which the server must trust."""
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.fleet = fleet
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -91,6 +100,8 @@ class Pods:
                     "absent": [at for at, device in enumerate(devices) if device in away],
                     "models": fleet.models.part(devices).as_json() if fleet.models else None,
                 }
+                if curve is not None:
+                    part["curve"] = {"server": curve.server, "secret": curve.keys.secret}
                 if fleet.links is not None:
                     part |= links_to_json(fleet.links.take(mine))
                 process.stdin.write(json.dumps(part).encode() + b"\n")

@@ -25,6 +25,7 @@ from agent.errors import UserError
 from agent.units import parse_duration
 from emulator.link_trace import read_link_trace
 from emulator.zoo import load_device, load_network
+from ps.listening import is_loopback, split_endpoint
 from testbed.toml_lines import KeyPath, line_of_each_key, lines_of_table, parse_key, split_syntax_error
 
 # a key, and those of its section that it replaces
@@ -190,8 +191,26 @@ class ClockSection(_Section):
 
 
 class Server(_Section):
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: str = Field(default="127.0.0.1", min_length=1)  # for this machine itself, in the clear
     port: int = Field(default=0, ge=0, le=65535)
+    listen: str = ""  # for invited devices elsewhere, encrypted; empty: there are none
+
+    @field_validator("host")
+    @classmethod
+    def _this_machine(cls, host: str) -> str:
+        if not is_loopback(host):
+            raise ValueError(
+                f"{host} is not this machine alone, and here everybody may join; leave it at 127.0.0.1 and write "
+                f'listen = "tcp://{host}:5555" for devices that you invite'
+            )
+        return host
+
+    @field_validator("listen")
+    @classmethod
+    def _an_address(cls, listen: str) -> str:
+        if listen:
+            split_endpoint(listen)
+        return listen
 
 
 class Launch(_Section):

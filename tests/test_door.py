@@ -1,0 +1,276 @@
+"""Who gets in from elsewhere: a real server, real agents, real sockets. Whoever is refused is told why, is logged once,
+and never sees a block."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+from processes import FAST, LIMIT_S, Multiplication
+
+from agent.invitation import Invitation, parse_link
+from agent.keys import Curve, Keys, fingerprint
+from agent.profile import Profile, pack_profiles
+from agent.wire import Heartbeat, Join, Message, Probe, Refused, Welcome, decode, encode
+from ps import access
+from ps.access_file import AccessFile
+from ps.listening import AddressError
+from ps.server import Server
+from testbed.inviting import new_invitation
+
+if TYPE_CHECKING:
+    from conftest import Start, Until
+
+PROFILE = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 1000)
+
+
+class Guarded:
+    """A server that takes invited devices, and what it has said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.access = AccessFile(folder / "server")
+        self.server = Server(heartbeat_s=0.1, listen=["tcp://127.0.0.1:0"], access=self.access)
+        self.said: list[str] = []
+        self.server.notice = self.said.append
+        self.server.start()
+
+    @property
+    def endpoint(self) -> str:
+        return self.server.public_addresses[0]
+
+    def invite(self, uses: int = 1, lifetime_s: float = 600.0) -> str:
+        return new_invitation(self.access, uses, lifetime_s, []).link
+
+    def token(self, uses: int = 1, lifetime_s: float = 600.0) -> str:
+        return parse_link(self.invite(uses, lifetime_s)).token
+
+    def refusals(self) -> list[str]:
+        return [line for line in self.said if line.startswith("refused")]
+
+
+@pytest.fixture
+def guarded(nothing_left_behind: None, tmp_path: Path) -> Iterator[Guarded]:
+    guarded = Guarded(tmp_path)
+    yield guarded
+    guarded.server.stop()
+    assert guarded.server.error is None
+
+
+class Guest:
+    """A bare encrypted socket, with which a test says what no agent would."""
+
+    def __init__(self, endpoint: str, server_key: str, keys: Keys | None = None, name: bytes = b"") -> None:
+        self.keys = keys or Keys.new()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        Curve(server_key, self.keys).apply(self.socket)
+        if name:
+            self.socket.setsockopt(zmq.ROUTING_ID, name)
+        self.socket.connect(endpoint)
+
+    def send(self, message: Message) -> None:
+        self.socket.send_multipart([bytes(frame) for frame in encode(message)])
+
+    def join(self, token: str = "", devices: int = 1) -> None:
+        self.send(Join(pack_profiles([PROFILE] * devices), ["guest"] * devices, {}, token))
+
+    def receive(self) -> Message:
+        """The next that is no heartbeat."""
+        while True:
+            assert self.socket.poll(int(1000 * LIMIT_S)), "the server does not answer"
+            message = decode(self.socket.recv_multipart())
+            if not isinstance(message, Heartbeat):
+                return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+Knock = Callable[..., Guest]
+
+
+@pytest.fixture
+def knock(guarded: Guarded) -> Iterator[Knock]:
+    with contextlib.ExitStack() as stack:
+
+        def knock(keys: Keys | None = None, name: bytes = b"") -> Guest:
+            guest = Guest(guarded.endpoint, guarded.server.public_key, keys, name)
+            stack.callback(guest.close)
+            return guest
+
+        yield knock
+
+
+# ---- those who may
+
+
+def test_an_invited_agent_joins_works_and_comes_back_without_the_link(
+    start: Start, guarded: Guarded, tmp_path: Path, until: Until
+) -> None:
+    server = guarded.server
+    first = start("agent", "--state", str(tmp_path / "a"), "--name", "phone", *FAST, "--invitation", guarded.invite())
+    assert server.wait_for_devices(1, LIMIT_S)
+    Multiplication(server, (1, 120, 90, 110)).check()
+    first.end()  # kill -9: as Android does
+    until(lambda: server.devices == 0, "the server misses it")
+    start("agent", "--state", str(tmp_path / "a"), "--name", "phone", *FAST)
+    assert server.wait_for_devices(1, LIMIT_S)
+    Multiplication(server, (1, 120, 90, 110), seed=1).check()
+    (device,) = guarded.access.read().enrolled
+    assert (device.name, device.state) == ("phone", "enrolled")
+    assert guarded.refusals() == []
+    assert (tmp_path / "a" / "keys.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_device_that_comes_from_a_new_address_takes_the_place_of_its_old_self(
+    guarded: Guarded, knock: Knock, until: Until
+) -> None:
+    old = knock()
+    old.join(guarded.token())
+    assert isinstance(old.receive(), Welcome)
+    new = knock(old.keys)
+    new.join()
+    assert isinstance(new.receive(), Welcome)
+    until(lambda: guarded.server.devices == 1, "it is there once")
+    assert [line for line in guarded.said if "joined again from elsewhere" in line]
+
+
+def test_an_invitation_for_two_takes_two(guarded: Guarded, knock: Knock) -> None:
+    token = guarded.token(uses=2)
+    answers = []
+    for _ in range(3):
+        guest = knock()
+        guest.join(token)
+        answers.append(guest.receive())
+    assert [type(answer) for answer in answers] == [Welcome, Welcome, Refused]
+
+
+def test_a_key_of_the_run_may_bring_many_devices_and_is_not_written_down(guarded: Guarded, knock: Knock) -> None:
+    pod = knock()
+    guarded.server.trust(pod.keys.public, "pod", devices=50)
+    pod.join(devices=40)
+    assert isinstance(pod.receive(), Welcome)
+    assert guarded.server.wait_for_devices(40, LIMIT_S)
+    pod.join(devices=11)
+    assert isinstance(pod.receive(), Refused)
+    assert guarded.access.read().enrolled == ()
+
+
+# ---- those who may not
+
+
+def withdrawn(guarded: Guarded) -> str:
+    invited = new_invitation(guarded.access, 1, 600.0, [])
+    guarded.access.change(lambda book: access.revoke_invitation(book, invited.id, time.time()))
+    return parse_link(invited.link).token
+
+
+def used(guarded: Guarded) -> str:
+    token = guarded.token()
+    other = Guest(guarded.endpoint, guarded.server.public_key)
+    other.join(token)
+    assert isinstance(other.receive(), Welcome)
+    other.close()
+    return token
+
+
+REFUSED: dict[str, tuple[Callable[[Guarded], str], str]] = {
+    "no invitation": (lambda guarded: "", "only invited devices"),
+    "made up": (lambda guarded: "x" * 22, "no such invitation"),
+    "used": (used, "used up"),
+    "expired": (lambda guarded: guarded.token(lifetime_s=1e-9), "expired"),
+    "withdrawn": (withdrawn, "withdrawn"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_whoever_may_not_join_is_told_why_logged_once_and_gets_no_block(
+    guarded: Guarded, knock: Knock, why: str, until: Until
+) -> None:
+    token_of, words = REFUSED[why]
+    guest = knock()
+    token = token_of(guarded)
+    until(lambda: guarded.server.devices == 0, "whoever used it is gone")
+    product = Multiplication(guarded.server, (1, 8, 8, 8))  # work is waiting for anybody who could do it
+    for _ in range(20):
+        guest.join(token)
+        answer = guest.receive()
+        assert isinstance(answer, Refused)
+        assert words in answer.reason
+        assert answer.final
+    assert len(guarded.refusals()) == 1
+    assert fingerprint(guest.keys.public) in guarded.refusals()[0]
+    assert guarded.server.totals.sent_bytes == 0
+    assert not product.done.is_set()
+
+
+def test_a_device_that_is_revoked_is_dropped_at_once_and_stays_out(
+    guarded: Guarded, knock: Knock, until: Until
+) -> None:
+    guest = knock()
+    guest.join(guarded.token())
+    assert isinstance(guest.receive(), Welcome)
+    other_process = AccessFile(guarded.access.path.parent)
+    other_process.change(lambda book: access.revoke_device(book, "guest", time.time()))
+    answer = guest.receive()
+    assert isinstance(answer, Refused)
+    assert answer.final
+    until(lambda: guarded.server.devices == 0, "it is out")
+    for token in ("", guarded.token()):
+        guest.join(token)
+        answer = guest.receive()
+        assert isinstance(answer, Refused)
+        assert "revoked" in answer.reason
+    assert len(guarded.refusals()) == 1
+
+
+def test_a_stranger_cannot_measure_the_link(guarded: Guarded, knock: Knock) -> None:
+    guest = knock()
+    guest.send(Probe(1, 8 << 20, b""))
+    assert isinstance(guest.receive(), Refused)
+    guest.join(guarded.token())
+    assert isinstance(guest.receive(), Welcome)
+    guest.send(Probe(2, 1000, b""))
+    answer = guest.receive()
+    assert isinstance(answer, Probe)
+    assert len(answer.data) == 1000
+
+
+def test_a_device_that_asks_for_probes_without_end_is_stopped(guarded: Guarded, knock: Knock) -> None:
+    guest = knock()
+    guest.join(guarded.token())
+    assert isinstance(guest.receive(), Welcome)
+    answers: list[Message] = []
+    while not answers or isinstance(answers[-1], Probe):
+        guest.send(Probe(len(answers), 8 << 20, b""))
+        answers.append(guest.receive())
+        assert len(answers) < 100
+    assert isinstance(answers[-1], Refused)
+
+
+def test_an_agent_with_another_servers_key_finds_out(start: Start, guarded: Guarded, tmp_path: Path) -> None:
+    other = Invitation((guarded.endpoint.removeprefix("tcp://"),), Keys.new().public, "x" * 22)
+    agent = start("agent", "--state", str(tmp_path / "a"), *FAST, "--invitation", other.link)
+    agent.expect("is not the server of the invitation")
+    assert guarded.server.devices == 0
+    assert len(guarded.refusals()) == 1
+    assert "another server's key" in guarded.refusals()[0]
+
+
+def test_a_plain_agent_does_not_get_in(start: Start, guarded: Guarded, until: Until) -> None:
+    start("agent", "--ps", guarded.endpoint, *FAST)
+    until(lambda: bool(guarded.refusals()), "the server says so")
+    assert "does not encrypt" in guarded.refusals()[0]
+    assert guarded.server.devices == 0
+
+
+def test_nobody_listens_off_loopback_in_the_clear() -> None:
+    with pytest.raises(AddressError, match="in the clear"):
+        Server(host="0.0.0.0")
+    with pytest.raises(AddressError, match="who may join"):
+        Server(listen=["tcp://0.0.0.0:0"])
