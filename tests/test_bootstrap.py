@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import debian
 import pytest
 from processes import Multiplication
 from termux import CRASHES, NO_STATE, Termux
@@ -42,9 +43,8 @@ def termux(tmp_path: Path, shell: str) -> Iterator[Termux]:
 
 
 def test_the_script_is_clean_for_shellcheck() -> None:
-    found = shutil.which("shellcheck")
-    assert found, "make test installs shellcheck; without make: apt install shellcheck"
-    done = subprocess.run([found, "--shell=sh", str(SCRIPT)], capture_output=True, text=True)
+    shellcheck = debian.program("shellcheck", "shellcheck")
+    done = subprocess.run([shellcheck, "--shell=sh", str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
