@@ -2,6 +2,7 @@
 # The Cleave agent in Termux: installs it, or mends what an earlier attempt left behind, and starts it.
 #
 #   sh bootstrap.sh [--boot] [--wake-lock] 'cleave://...' [options of the agent]
+#   sh bootstrap.sh update                                 another agent, the options as they were
 #   cleave-agent start | stop | status | log | boot on | boot off | uninstall [--packages]
 #
 # The server that hands this script out has written its address and the bundle's checksum into it. POSIX sh; every step
@@ -37,6 +38,7 @@ main() {
         log) show_log ;;
         boot) boot "${2-}" ;;
         uninstall) uninstall "${2-}" ;;
+        update) update_all ;;
         *) install_all "$@" ;;
     esac
 }
@@ -67,7 +69,8 @@ install_all() {
     fetch_bundle
     install_command
     self_test
-    remember_options "$server" "$@"
+    remember "$folder/options" "$server" "$@"
+    remember "$folder/kernel" ${kernel:+"$kernel"}
     offer_boot "$want_boot"
     offer_wake_lock "$want_lock"
     if [ -n "$changed" ] && running; then stop_agent; fi
@@ -217,14 +220,23 @@ command again."
     say "self-test: NumPy is used; not ONNX Runtime: its test crashed"
 }
 
-remember_options() { # one a line, as the agent takes them
+remember() { # in file $1, one word a line
+    file="$1"
+    shift
     {
-        printf '%s\n' "$@"
-        [ -z "$kernel" ] || printf '%s\n' --kernel "$kernel"
-    } >"$folder/options.part" 2>/dev/null || explain "writing $folder/options" ""
-    chmod 600 "$folder/options.part"
-    if ! cmp -s "$folder/options.part" "$folder/options"; then changed=yes; fi
-    mv -f "$folder/options.part" "$folder/options"
+        for word in "$@"; do printf '%s\n' "$word" || break; done
+    } >"$file.part" 2>/dev/null || explain "writing $file" ""
+    chmod 600 "$file.part"
+    if ! cmp -s "$file.part" "$file"; then changed=yes; fi
+    mv -f "$file.part" "$file"
+}
+
+update_all() {
+    [ -s "$folder/options" ] || usage
+    set --
+    while IFS= read -r option; do set -- "$@" "$option"; done <"$folder/options"
+    shift # --invitation or --ps
+    install_all "$@"
 }
 
 # ---- what Android would otherwise decide
@@ -301,6 +313,7 @@ start_agent() {
     [ ! -e "$folder/agent.log" ] || mv -f "$folder/agent.log" "$folder/agent.log.1"
     set --
     while IFS= read -r option; do set -- "$@" "$option"; done <"$folder/options"
+    if [ -s "$folder/kernel" ]; then set -- "$@" --kernel "$(cat "$folder/kernel")"; fi
     PYTHONPATH="$folder/agent.zip" CLEAVE_AGENT_STATE="$folder/state" CLEAVE_STATE="$folder/state" \
         nohup "$python" -m agent "$@" </dev/null >"$folder/agent.log" 2>&1 &
     pid=$!

@@ -208,7 +208,7 @@ def test_an_installation_killed_at_any_moment_is_mended_by_the_next(
     """Killed after each step in turn, and with half a file where a whole one belongs."""
     server = serve()
     (termux.home / "bootstrap.sh").write_bytes(files.script)
-    steps = ("install_packages", "fetch_bundle", "install_command", "self_test", "remember_options", "start_agent")
+    steps = ("install_packages", "fetch_bundle", "install_command", "self_test", "remember", "start_agent")
     for step in steps:
         text = files.script.decode().replace(f"\n    {step}", f"\n    kill -9 $$; {step}", 1)
         assert "kill -9 $$" in text

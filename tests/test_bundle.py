@@ -103,7 +103,7 @@ def test_nothing_can_be_written(files: Serving, method: str) -> None:
 def test_phones_that_stall_do_not_keep_others_out_for_ever(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
+    monkeypatch.setattr(serving.FileHandler, "timeout", 0.2)
     monkeypatch.setattr(serving, "AT_ONCE", 4)
     with Serving("127.0.0.1") as served:
         stalled = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(8)]
