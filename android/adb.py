@@ -22,7 +22,7 @@ STATES = {
     "authorizing": "being allowed: look at the phone's screen, then try again",
     "offline": "offline: unplug it and plug it in again, or reconnect wireless debugging (adb connect)",
     "connecting": "connecting: try again in a moment",
-    "no permissions": "this user may not use the USB port: apt install android-sdk-platform-tools-common, plug it in again",
+    "no permissions": "no right to the USB port: apt install android-sdk-platform-tools-common, plug it in again",
     "recovery": "in recovery mode: start Android",
     "sideload": "in recovery mode: start Android",
     "rescue": "in recovery mode: start Android",
@@ -127,7 +127,7 @@ class Adb:
 
     def _run(self, words: list[str], stdin: str, limit_s: float, reads: bool) -> Answer:
         if self._tell is not None:
-            self._tell(shlex.join([self._program, *words]))
+            self._tell("\n  | ".join([shlex.join([self._program, *words]), *stdin.splitlines()]))
             if not reads:
                 return Answer(0, "", "")
         try:

@@ -362,7 +362,11 @@ show_status() {
     return 0
 }
 
-show_log() { cat "$folder/agent.log.1" "$folder/agent.log" 2>/dev/null; }
+show_log() {
+    for log in "$folder/agent.log.1" "$folder/agent.log"; do
+        [ ! -e "$log" ] || cat "$log"
+    done
+}
 
 uninstall() {
     stop_agent

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from agent.errors import Failure, UserError
 from android.adb import FACTS, Adb, Attached, Facts, parse_facts
@@ -58,7 +59,8 @@ class Phone:
 class Deployment:
     def __init__(self, adb: Adb, serving: Serving, server_port: int, ports: Ports | None = None) -> None:
         """`server_port`: of this machine, where invited devices are served. `serving.url` is what phones call it."""
-        self._adb, self._serving, self._server_port, self._ports = adb, serving, server_port, ports or Ports()
+        self._adb, self._serving, self._server_port = adb, serving, server_port
+        self.ports = ports or Ports()
 
     # ---- all phones
 
@@ -104,7 +106,7 @@ class Deployment:
         assert phone.facts is not None
         if phone.facts.run_as:
             return RunAs(self._adb, phone.serial)
-        self._reverse(phone.serial, self._ports.files, self._serving.port)
+        self._reverse(phone.serial, self.ports.files, self._serving.port)
         return Typed(self._adb, phone.serial, self._serving)
 
     def _reverse(self, serial: str, on_phone: int, here: int) -> None:
@@ -134,8 +136,8 @@ class Deployment:
                 pushed = self._adb(phone.serial, "push", str(path), f"{PUSHED}/{name}")
                 if pushed.code:
                     raise Failure(f"the bundle could not be pushed: {pushed.last_words}")
-        self._reverse(phone.serial, self._ports.server, self._server_port)
-        self._reverse(phone.serial, self._ports.files, self._serving.port)
+        self._reverse(phone.serial, self.ports.server, self._server_port)
+        self._reverse(phone.serial, self.ports.files, self._serving.port)
         code, said = channel.run(_install_script(self._serving.url, words), INSTALL_S)
         if code:
             return replace(phone, state=_last_line(said), ok=False, log=said)
@@ -147,7 +149,7 @@ class Deployment:
 
     def stop(self, phone: Phone, channel: Channel) -> Phone:
         code, said = channel.run("cleave-agent stop", ORDER_S)
-        self._adb(phone.serial, "reverse", "--remove", f"tcp:{self._ports.server}")
+        self._adb(phone.serial, "reverse", "--remove", f"tcp:{self.ports.server}")
         return replace(phone, state=_last_line(said), ok=code == 0, log=said)
 
     def logs(self, phone: Phone, channel: Channel, folder: Path) -> Phone:
@@ -170,7 +172,7 @@ fi
 CLEAVE_BUNDLE={PUSHED}/{NAME} sh "$script" {shlex.join(words)}"""
 
 
-def read_status(code: int, said: str) -> dict[str, str | float | None]:
+def read_status(code: int, said: str) -> dict[str, Any]:
     """Kernel, its speed and the state, from what `cleave-agent status` prints."""
     if code == 66:
         return {"state": "no agent: cleave phones start", "kernel": "", "gflops": None}
@@ -178,7 +180,11 @@ def read_status(code: int, said: str) -> dict[str, str | float | None]:
     running = "cleave: running" in said
     last = _last_line(said)
     state = re.sub(r"^\d\d:\d\d:\d\d ", "", last) if running else "stopped"
-    return {"state": state, "kernel": measured[1] if measured else "", "gflops": float(measured[2]) if measured else None}
+    return {
+        "state": state,
+        "kernel": measured[1] if measured else "",
+        "gflops": float(measured[2]) if measured else None,
+    }
 
 
 def _last_line(said: str) -> str:

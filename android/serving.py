@@ -3,7 +3,8 @@
 Read-only, nothing else is served, no request can name a file. Bounded: so many phones at once, each for so long; one
 too many is hung up on and may come again. There is no TLS: whoever sits on the line could change what is sent, so the
 command that people paste carries the script's checksum, and the script the bundle's. Nothing here is secret:
-invitations are not served. Deployment over a cable, on loopback, also leaves scripts for single phones and takes answers.
+invitations are not served. Deployment over a cable, on loopback, also leaves scripts for single phones, and takes
+their answers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agent.errors import Failure, UserError
-from testbed import access_commands, interrupts
+from testbed import access_commands, interrupts, phone_commands
 
 app = typer.Typer(
     name="cleave",
@@ -29,6 +29,7 @@ trace_app = typer.Typer(
 )
 app.add_typer(trace_app, name="trace")
 access_commands.add_to(app)
+app.add_typer(phone_commands.phones_app, name="phones")
 
 
 @app.callback()
