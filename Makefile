@@ -11,7 +11,7 @@ DEV := $(VENV)/.dev-installed
 CREATED := $(VENV)/.created
 
 .DEFAULT_GOAL := help
-.PHONY: help setup testbed test lint bench chaos phones clean
+.PHONY: help setup testbed test lint bench chaos fuzz phones clean
 
 help: ## list the targets
 	@echo "Cleave Testbed"
@@ -38,6 +38,9 @@ bench: $(RUNTIME) ## benchmarks; PEERS=1 sets Ray and Dask beside them
 
 chaos: $(RUNTIME) ## seeded faults on the real dispatcher, checked after every event; TIME_S=600 SEED=1
 	@$(BIN)/python -m testbed.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)
+
+fuzz: $(RUNTIME) ## nonsense at a real server, before and after the handshake; MESSAGES=1000000 SEED=1
+	@$(BIN)/python -m testbed.fuzz --messages $(or $(MESSAGES),100000) --seed $(or $(SEED),0)
 
 phones: $(RUNTIME) ## deploy to every phone on adb; DRY=1 prints every adb command, PORT=5555 of the server
 	@$(BIN)/cleave phones start $(if $(DRY),--dry-run) $(if $(PORT),--server-port $(PORT))

@@ -1,5 +1,7 @@
 """Lend this device to a server: `python -m agent --invitation LINK`, and from then on `python -m agent`; or, on the
-server's own machine, `--ps tcp://127.0.0.1:PORT`. Measure it: `python -m agent measure`."""
+server's own machine, `--ps tcp://127.0.0.1:PORT`. Measure it: `python -m agent measure`.
+
+When it may work is up to its owner: `python -m agent rules`. Why it does not: `python -m agent status`."""
 
 from __future__ import annotations
 
@@ -17,33 +19,61 @@ from types import FrameType
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    measuring = words[:1] == ["measure"]
-    options = _measure_parser().parse_args(words[1:]) if measuring else _parser().parse_args(words)
-    # BLAS reads these when NumPy is first imported, hence before the imports below
-    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(options.threads)
-    if measuring:
-        from agent import measure
+    match words[:1]:
+        case ["rules"]:
+            from agent import rules
 
-        return measure.run(options)
+            return rules.run(words[1:])
+        case ["status"]:
+            from agent import status
+
+            return status.run(words[1:])
+        case ["measure"]:
+            from agent import measure
+
+            options = _measure_parser().parse_args(words[1:])
+            _limit_threads(options.threads)
+            return measure.run(options)
+    return _lend(words)
+
+
+def _lend(words: list[str]) -> int:
+    options = _parser().parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-
     stop = SignalStop()  # first, so that no signal finds us without it
+
+    from agent.rules import read_rules, rules_file
+    from agent.state import Identity, open_folder
+
+    try:
+        folder = open_folder(options.state)
+        identity = Identity(folder, options.name)
+        rules = read_rules(rules_file())
+    except ValueError as error:
+        print(f"agent: {error}", file=sys.stderr)
+        return 2
+    threads = min(options.threads, rules.threads or options.threads)
+    _limit_threads(threads)
 
     import numpy as np
 
-    from agent.kernels import pick_kernel
+    from agent.known import know
     from agent.line import find_line
     from agent.profile import Profile, pack_profiles
-    from agent.units import UnitError, parse_duration, parse_rate, parse_size
+    from agent.status import Status
+    from agent.traffic import Meter
+    from agent.units import parse_duration, parse_rate, parse_size
+    from agent.watch import Watch
     from agent.wire import Join
-    from agent.worker import Worker
+    from agent.worker import RESTART, UPDATE, Worker
 
     log = logging.getLogger("agent")
     resources = contextlib.ExitStack()
     try:
         line = resources.enter_context(find_line(options.ps, options.invitation, options.state))
-        measured = pick_kernel(options.kernel, options.threads)
+        parse_size(options.memory)
+        known = know(folder, options.name, threads, options.kernel, options.memory, not options.unmeasured)
+        measured = known.measured
         profile = Profile(
             flops=measured.flops,
             overhead_s=measured.overhead_s,
@@ -53,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             memory_bytes=parse_size(options.memory),
             credit_blocks=options.credit,
         )
-    except (UnitError, ValueError) as error:
+    except ValueError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
     log.info(
@@ -61,31 +91,61 @@ def main(arguments: list[str] | None = None) -> int:
         options.name,
         measured.kernel.name,
         measured.flops / 1e9,
-        options.threads,
+        threads,
         "".join(f"; {name}: {why}" for name, why in measured.rejected.items()),
     )
     about = {
+        "device": identity.id,
         "kernel": measured.kernel.name,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
-        "system": platform.system(),
+        "system": "Android" if "ANDROID_ROOT" in os.environ else platform.system(),
     }
-    worker = Worker(
-        line.endpoints,
-        Join(pack_profiles([profile]), [options.name], about, line.token),
-        measured.kernel,
-        stop,
-        once=options.once,
-        curve=line.curve,
-        on_welcome=line.welcomed,
-    )
-    with resources:
+    if known.profile is not None:
+        about["profile"] = known.profile
+    server = line.endpoints[0]
+    status = Status(folder, name=options.name, server=server, kernel=measured.kernel.name, flops=measured.flops)
+    over_cable = all(_is_loopback(endpoint) for endpoint in line.endpoints)
+    with resources, Watch(rules_file(), rules, Meter(folder / "traffic.json"), over_cable) as watch:
+        worker = Worker(
+            line.endpoints,
+            Join(pack_profiles([profile]), [options.name], about, line.token),
+            measured.kernel,
+            stop,
+            watch,
+            once=options.once,
+            curve=line.curve,
+            on_welcome=line.welcomed,
+            tell=status.tell,
+        )
         code = worker.run()
     log.info(
         "%d blocks in %.1f s of computing, %d failed", worker.tally.blocks, worker.tally.compute_s, worker.tally.failed
     )
+    if code == UPDATE:
+        from agent.update import update
+
+        code = update(folder)
+    if code == RESTART:
+        log.info("beginning again")
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "agent", *words])
+    if code != 2:
+        status.tell("ended", "the owner stopped it" if stop.requested else "the run is over", None)
     return code
+
+
+def _limit_threads(threads: int) -> None:
+    """BLAS reads these when NumPy is first imported, hence before anything that imports it."""
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+
+
+def _is_loopback(address: str) -> bool:
+    """A server there is at the other end of a cable (adb reverse), or on this machine: no network is used."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class SignalStop:
@@ -128,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency", default="10 ms", help="one-way latency to plan with (%(default)s)")
     parser.add_argument("--credit", type=_positive, default=64, help="blocks to hold at most (%(default)s)")
     parser.add_argument("--kernel", choices=("numpy", "onnxruntime"), help="instead of the faster one, measured")
+    parser.add_argument("--unmeasured", action="store_true", help="do not measure this device on its first start")
     parser.add_argument("--once", action="store_true", help="end when the run ends, do not wait for another")
     return parser
 

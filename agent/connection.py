@@ -45,11 +45,14 @@ class Connection:
         *,
         receive_ahead: int = 0,
         curve: Curve | None = None,
+        count: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`receive_ahead`: messages taken off the network before they are asked for, at most; 0 is no limit.
-        `curve`: keys of an encrypted line; without them it is plain."""
+        `curve`: keys of an encrypted line; without them it is plain. `count` is told the bytes of every message."""
         self.endpoint = endpoint
+        self.their_version: int | None = None  # of the protocol, where it is not ours
+        self._count = count
         self.joined: Welcome | None = None
         self._clock = clock
         self._heartbeat_s = 2.0  # until the server says otherwise
@@ -69,16 +72,23 @@ class Connection:
         self.send(join)
 
     def send(self, message: Message) -> None:
-        send_frames(self.socket, encode(message))
+        frames = encode(message)
+        send_frames(self.socket, frames)
+        if self._count is not None:
+            self._count(sum(memoryview(frame).nbytes for frame in frames))
         self._spoke = self._clock()
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message, or None when there is none within the timeout. Heartbeats are dealt with here."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
+        frames = self.socket.recv_multipart(copy=False)
+        if self._count is not None:
+            self._count(sum(len(frame) for frame in frames))
         try:
-            message = decode(self.socket.recv_multipart(copy=False))
+            message = decode(frames)
         except VersionMismatch as error:
+            self.their_version = error.theirs
             return Refused(f"{error}; install the same release on both sides", final=True)
         except WireError as error:
             log.warning("dropped a message from %s: %s", self.endpoint, error)

@@ -26,16 +26,17 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_private(path: Path, text: str) -> None:
-    """A reader finds the old file or the new one, also after a power cut."""
+def write_private(path: Path, text: str, durable: bool = True) -> None:
+    """A reader finds the old file or the new one; also after a power cut, if it is durable."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-                file.flush()
-                os.fsync(descriptor)
+                if durable:
+                    file.flush()
+                    os.fsync(descriptor)
             part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)

@@ -74,6 +74,36 @@ def _as_stored(array: Array) -> tuple[Array, bool]:
     return np.ascontiguousarray(array), False
 
 
+class Abandoned(Exception):
+    """Nobody wants this product any more."""
+
+
+class InParts:
+    """A kernel whose long products can be given up: they are computed in strips of rows, and between two of them
+    somebody is asked whether to go on."""
+
+    def __init__(self, kernel: Kernel, part_flops: float, abandoned: Callable[[], bool]) -> None:
+        self.name = kernel.name
+        self._kernel, self._part_flops, self._abandoned = kernel, part_flops, abandoned
+
+    def product(self, left: Array, right: Array) -> Array:
+        if self._abandoned():
+            raise Abandoned
+        rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+        batch = left.shape[0] if left.ndim == 3 else 1
+        if 2.0 * batch * rows * inner * columns <= self._part_flops:
+            return self._kernel.product(left, right)
+        if left.ndim == 3:
+            return np.stack([self.product(one, two) for one, two in zip(left, right, strict=True)])
+        height = max(1, int(self._part_flops / (2.0 * inner * columns)))
+        if height >= rows:
+            return self._kernel.product(left, right)
+        out = np.empty((rows, columns), np.float32)
+        for row in range(0, rows, height):
+            out[row : row + height] = self.product(left[row : row + height], right)
+        return out
+
+
 def matmul_model(transpose_left: bool = False, transpose_right: bool = False) -> bytes:
     """A one-node ONNX model, C = A B, either factor transposed, any rank and size."""
 
@@ -113,9 +143,12 @@ class Measured:
     rejected: dict[str, str]  # kernel -> why it was not taken
 
 
-def available_kernels(threads: int = 1) -> tuple[list[Kernel], dict[str, str]]:
+def available_kernels(threads: int = 1, only: str | None = None) -> tuple[list[Kernel], dict[str, str]]:
+    """All, or at most this one: ONNX Runtime takes 45 MiB by being imported."""
     kernels: list[Kernel] = [NumpyKernel()]
     rejected: dict[str, str] = {}
+    if only == NumpyKernel.name:
+        return kernels, rejected
     try:
         onnx = OnnxKernel(threads)
         _self_test(onnx)
@@ -127,11 +160,7 @@ def available_kernels(threads: int = 1) -> tuple[list[Kernel], dict[str, str]]:
 
 def pick_kernel(only: str | None = None, threads: int = 1, clock: Callable[[], float] = time.perf_counter) -> Measured:
     """Measure each kernel for a moment and take the faster one, or the one that was asked for."""
-    if only == NumpyKernel.name:  # not even looked at: there are ONNX Runtimes that take the whole process with them
-        kernels: list[Kernel] = [NumpyKernel()]
-        rejected: dict[str, str] = {}
-    else:
-        kernels, rejected = available_kernels(threads)
+    kernels, rejected = available_kernels(threads, only)
     if only is not None:
         kernels = [k for k in kernels if k.name == only]
         if not kernels:

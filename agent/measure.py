@@ -64,13 +64,13 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     # after the threads of BLAS are set, which reads them when NumPy is first imported
     from agent.errors import UserError
-    from agent.kernels import available_kernels
+    from agent.kernels import available_kernels, pick_kernel
     from agent.probe import check_address, measure_link
     from agent.units import parse_size
 
     try:
         memory_bytes = parse_size(options.memory)
-        kernels, rejected = available_kernels(options.threads)
+        kernels, rejected = available_kernels(options.threads, options.kernel)
         if options.kernel is not None:
             kernels = [kernel for kernel in kernels if kernel.name == options.kernel]
             if not kernels:
@@ -97,6 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         "memory": {"available_bytes": available_memory(), "budget_bytes": memory_bytes},
         "kernels": [kernel.name for kernel in kernels],
         "rejected": rejected,
+        "picked": None,
         "link": None,
     }
     code = 0
@@ -105,6 +106,13 @@ def _run(options: argparse.Namespace) -> int:
             measuring.say(f"link to {options.ps}")
             profile["link"] = measure_link(options.ps)
         measuring.all()
+        picked = pick_kernel(options.kernel, options.threads)
+        profile["picked"] = {
+            "kernel": picked.kernel.name,
+            "flops": picked.flops,
+            "overhead_s": picked.overhead_s,
+            "rejected": picked.rejected,
+        }
         profile["complete"] = True
     except KeyboardInterrupt:
         measuring.say("interrupted: what was measured is written")

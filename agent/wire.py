@@ -32,6 +32,7 @@ ZERO_COPY_BYTES = 1 << 16
 MAX_ROWS = 1 << 20  # blocks in one message, devices in one join
 MAX_TOKEN = 128
 MAX_PROBE_BYTES = 8 << 20  # each way, to measure a link
+MAX_AWAY_S = 1e8  # three years: until when a device says that it is away
 
 _HEADER = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, count, stamp_ns
 
@@ -152,6 +153,7 @@ class Heartbeat:
 class Leave:
     devices: NDArray[np.uint32]
     reason: str
+    until_s: float | None = None  # seconds from now until they may be back; None: nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,8 @@ def encode(message: Message) -> list[Frame]:
         case Refused():
             return [_head(Kind.REFUSED, 0), _dump({"reason": message.reason, "final": message.final})]
         case Leave():
-            return [_head(Kind.LEAVE, len(message.devices)), message.devices, _dump({"reason": message.reason})]
+            text = _dump({"reason": message.reason, "until_s": message.until_s})
+            return [_head(Kind.LEAVE, len(message.devices)), message.devices, text]
         case Goodbye():
             return [_head(Kind.GOODBYE, 0), _dump({"reason": message.reason})]
         case Probe():
@@ -256,7 +259,11 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
             return Refused(_text(text, "reason", "REFUSED"), text.get("final") is True)
         case Kind.LEAVE:
             text = _load(body, 1, 2, "LEAVE")
-            return Leave(_table(body[0], np.dtype("<u4"), count, "devices"), _text(text, "reason", "LEAVE"))
+            until_s = text.get("until_s")
+            if until_s is not None and not (type(until_s) in (int, float) and 0 <= until_s <= MAX_AWAY_S):
+                raise WireError(f"LEAVE whose until_s is not a number of seconds up to {MAX_AWAY_S:g}")
+            devices = _table(body[0], np.dtype("<u4"), count, "devices")
+            return Leave(devices, _text(text, "reason", "LEAVE"), None if until_s is None else float(until_s))
         case Kind.GOODBYE:
             return Goodbye(_text(_load(body, 0, 1, "GOODBYE"), "reason", "GOODBYE"))
         case Kind.PROBE:

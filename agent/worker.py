@@ -11,27 +11,41 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Protocol
 
 import numpy as np
 import zmq
 
+from agent.computer import Computer
 from agent.connection import Connection
-from agent.kernels import Array, Kernel
+from agent.kernels import Kernel
 from agent.keys import Curve
-from agent.operands import BlockRow, Operands
-from agent.wire import ANSWER, DONE, FAILED, Cancel, Goodbye, Join, Leave, Refused, Result, Welcome, WireError, Work
+from agent.operands import Operands
+from agent.owner import Decision
+from agent.units import format_duration, format_size
+from agent.wire import (
+    DONE,
+    VERSION,
+    Cancel,
+    Goodbye,
+    Join,
+    Leave,
+    Refused,
+    Welcome,
+    WireError,
+    Work,
+)
 
 log = logging.getLogger(__name__)
 
-FLUSH_BYTES = 1 << 20  # answers travel together until they are this many bytes
-FLUSH_S = 0.005  # or this old
 BACKOFF_S = (0.5, 30.0)
+PART_S = 0.25  # of computing, about; so long a block goes on after its device has left
+MEMORY_SLACK = 1.25  # pieces of blocks that were called off stay until their job ends
+RESTART, UPDATE = 75, 76  # exit codes for the one who started us: begin again; begin again with the server's version
 
 
 class Stop(Protocol):
@@ -42,6 +56,26 @@ class Stop(Protocol):
     def fileno(self) -> int: ...
 
     def wait(self, timeout_s: float) -> None: ...
+
+
+class Owner(Protocol):
+    """Whoever decides when this device may work, and whose descriptor becomes readable when that changes."""
+
+    @property
+    def decision(self) -> Decision: ...
+
+    @property
+    def restart(self) -> str:
+        """Why the agent must begin again; empty: it need not."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def heard(self) -> None: ...
+
+    def count(self, size: int) -> None:
+        """So many bytes have been moved."""
+        ...
 
 
 @dataclass
@@ -61,15 +95,21 @@ class Worker:
         join: Join,
         kernel: Kernel,
         stop: Stop,
+        owner: Owner,
         *,
         once: bool = False,
         curve: Curve | None = None,
         on_welcome: Callable[[], None] | None = None,
+        tell: Callable[[str, str, float | None], None] = lambda state, why, until_s: None,
     ) -> None:
-        """`endpoints` of one server are tried in turn. `on_welcome` is called when it has taken us in."""
-        self._endpoints, self._join, self._kernel, self._stop, self._once = endpoints, join, kernel, stop, once
+        """`endpoints` of one server are tried in turn. `on_welcome` is called when it has taken us in. `tell`: what the
+        agent does, why, and until when, whenever that changes."""
+        self._endpoints, self._join, self._stop, self._owner, self._once = endpoints, join, stop, owner, once
         self._endpoint = endpoints[0]
-        self._curve, self._on_welcome = curve, on_welcome
+        self._curve, self._on_welcome, self._tell = curve, on_welcome, tell
+        self._kernel, self._part_flops = kernel, PART_S * float(join.profiles["flops"][0])
+        self._memory_bytes = int(join.profiles["memory_bytes"].sum())
+        self._newer = False  # the server speaks a later version of the protocol
         self.tally = Tally()
 
     def run(self) -> int:
@@ -79,31 +119,57 @@ class Worker:
         turns = itertools.cycle(self._endpoints)
         try:
             while not self._stop.requested:
-                served, self._endpoint = self.tally.blocks, next(turns)
+                if self._owner.restart:
+                    return RESTART
+                if not self._owner.decision.may_work:
+                    self._wait_for_permission()
+                    backoff_s = BACKOFF_S[0]
+                    continue
+                served, begun, self._endpoint = self.tally.blocks, time.monotonic(), next(turns)
+                self._tell("joining", self._endpoint, None)
                 ending = self._session(context)
                 if isinstance(ending, Refused) and ending.final:
                     log.error("the server at %s refused this device: %s", self._endpoint, ending.reason)
-                    return 2
+                    self._tell("refused", ending.reason, None)
+                    return UPDATE if self._newer else 2
                 if self._stop.requested or (self._once and isinstance(ending, Goodbye)):
                     break
-                if self.tally.blocks > served:
+                if self._must_leave() is not None:
+                    continue
+                if self.tally.blocks > served or time.monotonic() - begun > BACKOFF_S[1]:
                     backoff_s = BACKOFF_S[0]
                 wait_s = backoff_s * random.uniform(0.5, 1.0)
+                why = ending.reason if ending is not None else f"no word from {self._endpoint}"
                 log.info("joining again in %.1f s", wait_s)
+                self._tell("waiting", why, wait_s)
                 self._stop.wait(wait_s)
                 backoff_s = min(2 * backoff_s, BACKOFF_S[1])
             return 0
         finally:
             context.destroy(linger=500)
 
+    def _wait_for_permission(self) -> None:
+        """Until the owner's rules say something else, or the owner ends it."""
+        decision = self._owner.decision
+        log.info("not working: %s%s", decision.reason, _until(decision))
+        self._tell("suspended", decision.reason, decision.until_s)
+        poller = zmq.Poller()
+        for source in (self._stop.fileno(), self._owner.fileno()):
+            poller.register(source, zmq.POLLIN)
+        while not self._stop.requested and not self._owner.restart and self._owner.decision.broken == decision.broken:
+            poller.poll(60_000)
+            self._owner.heard()
+
     def _session(self, context: zmq.Context[zmq.Socket[bytes]]) -> Refused | Goodbye | None:
         """One stay at the server, from joining to its end; what the server said last, None if the line broke."""
-        line = Connection(context, self._endpoint, self._join, receive_ahead=1, curve=self._curve)
+        line = Connection(
+            context, self._endpoint, self._join, receive_ahead=1, curve=self._curve, count=self._owner.count
+        )
         operands = Operands()
         bell, ear = _bell(context)
-        computer = Computer(operands, self._kernel, ring=lambda: bell.send(b""))
+        computer = Computer(operands, self._kernel, lambda: bell.send(b""), self._part_flops)
         poller = zmq.Poller()
-        for source in (line.socket, ear, self._stop.fileno()):
+        for source in (line.socket, ear, self._stop.fileno(), self._owner.fileno()):
             poller.register(source, zmq.POLLIN)
         computer.start()
         try:
@@ -113,12 +179,14 @@ class Worker:
                 if not reading:
                     line.excuse()
                 events = dict(poller.poll(int(line.heartbeat_s * 500)))
-                if self._stop.requested:
+                if (leave := self._must_leave()) is not None:
                     self._return(line, computer)
-                    line.send(Leave(np.arange(len(self._join.profiles), dtype="<u4"), "the owner stopped the agent"))
+                    line.send(leave)
                     line.close(linger_s=1.0)
-                    log.info("left")
+                    log.info("left: %s", leave.reason)
                     return None
+                if self._owner.fileno() in events:
+                    self._owner.heard()
                 if ear in events:
                     while ear.poll(0):
                         ear.recv()
@@ -128,6 +196,9 @@ class Worker:
                         case Work() as work:
                             try:
                                 operands.accept(work)
+                                if operands.bytes > MEMORY_SLACK * self._memory_bytes:
+                                    lent = format_size(self._memory_bytes)
+                                    raise WireError(f"{format_size(operands.bytes)} of operands, {lent} are lent")
                             except WireError as error:
                                 log.warning("the server sent work that does not add up (%s): joining again", error)
                                 return None
@@ -138,11 +209,13 @@ class Worker:
                         case Welcome(run=run):
                             self.tally.sessions += 1
                             log.info("joined %s, run %s", self._endpoint, run)
+                            self._tell("working", run, None)
                             self._join = replace(self._join, token="")  # from now on our key is enough
                             if self._on_welcome is not None:
                                 self._on_welcome()
                         case Refused() | Goodbye() as ending:
                             log.info("the server said: %s", ending.reason)
+                            self._newer = (line.their_version or 0) > VERSION
                             return ending
                 line.beat()
                 if line.turned_away:
@@ -152,12 +225,23 @@ class Worker:
                     log.info("no word from %s: is the server running?", self._endpoint)
                     return None
         finally:
+            computer.abandoned = True
             computer.inbox.put(None)
             computer.join()
             for socket in (bell, ear):
                 socket.close(linger=0)
             if not line.socket.closed:
                 line.close()
+
+    def _must_leave(self) -> Leave | None:
+        """What to say, if it is time to go. What has not been computed by then is handed back by it."""
+        everybody = np.arange(len(self._join.profiles), dtype="<u4")
+        if self._stop.requested:
+            return Leave(everybody, "the owner stopped the agent")
+        if why := self._owner.restart:
+            return Leave(everybody, why, 10.0)
+        decision = self._owner.decision
+        return None if decision.may_work else Leave(everybody, decision.reason, decision.until_s)
 
     def _return(self, line: Connection, computer: Computer) -> None:
         while True:
@@ -172,80 +256,8 @@ class Worker:
             self.tally.compute_s += float(result.answers["compute_s"].sum())
 
 
-class Computer(threading.Thread):
-    """Computes blocks in the order they came. Answers of small blocks travel together."""
-
-    def __init__(self, operands: Operands, kernel: Kernel, ring: Callable[[], object]) -> None:
-        super().__init__(name="compute", daemon=True)
-        self.inbox: SimpleQueue[list[BlockRow] | None] = SimpleQueue()
-        self.outbox: SimpleQueue[Result] = SimpleQueue()
-        self.cancelled: set[tuple[int, int]] = set()
-        self._spent: dict[tuple[int, int], float] = {}  # seconds so far of blocks that come in chunks
-        self._operands, self._kernel, self._ring = operands, kernel, ring
-        self._chunks_given = self._chunks_done = 0  # each counted by one thread
-
-    def give(self, rows: list[BlockRow]) -> None:
-        self._chunks_given += sum(row[13] > 1 for row in rows)
-        self.inbox.put(rows)
-
-    @property
-    def streaming(self) -> bool:
-        """Is a chunk of a streamed block waiting to be computed?"""
-        return self._chunks_given > self._chunks_done
-
-    def run(self) -> None:
-        while (rows := self.inbox.get()) is not None:
-            answers: list[tuple[int, int, int, int, int, float, int]] = []
-            cells: list[Array] = []
-            size, opened = 0, time.perf_counter()
-            for row in rows:
-                device, job, block = row[:3]
-                begin = time.perf_counter()
-                status, product = self._compute(row)
-                now = time.perf_counter()
-                seconds = self._spent.pop((job, block), 0.0) + now - begin
-                if row[13] > 1:
-                    self._chunks_done += 1
-                    self._ring()
-                if product is None:
-                    if row[12] + 1 < row[13]:
-                        self._spent[job, block] = seconds
-                    continue
-                answers.append((device, job, block, status, product.size, seconds, 0))
-                cells.append(product.reshape(-1))
-                size += product.nbytes
-                if size >= FLUSH_BYTES or now - opened >= FLUSH_S:
-                    self._flush(answers, cells)
-                    answers, cells, size, opened = [], [], 0, now
-            if answers:
-                self._flush(answers, cells)
-
-    def _compute(self, row: BlockRow) -> tuple[int, Array | None]:
-        """Status and product; None: there is nothing to answer, or not yet."""
-        job, block, last = row[1], row[2], row[12] + 1 == row[13]
-        if (job, block) in self.cancelled:
-            if last:
-                self.cancelled.discard((job, block))
-            self._operands.skip(row)
-            return DONE, None
-        try:
-            return DONE, self._operands.product(row, self._kernel)
-        except KeyError:
-            return DONE, None  # dropped while it waited: somebody else has answered
-        except (MemoryError, WireError) as error:
-            log.warning("block %d of job %d failed: %s", block, job, error or "not enough memory")
-            self._operands.skip(row)
-            if not last:
-                self.cancelled.add((job, block))  # the rest of it is of no use
-            return FAILED, _NOTHING
-
-    def _flush(self, answers: list[tuple[int, int, int, int, int, float, int]], cells: list[Array]) -> None:
-        data = cells[0] if len(cells) == 1 else np.concatenate(cells)
-        self.outbox.put(Result(np.array(answers, dtype=ANSWER), data))
-        self._ring()
-
-
-_NOTHING: Array = np.empty(0, dtype=np.float32)
+def _until(decision: Decision) -> str:
+    return "" if decision.until_s is None else f"; for another {format_duration(decision.until_s)}"
 
 
 def _bell(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

@@ -2,9 +2,10 @@
 
 A shell around `ps/access.py`, in the server's thread. ZeroMQ takes options when an endpoint is bound, so one ROUTER has
 both: its loopback endpoint in the clear and, once CURVE is switched on, every other one encrypted. ZeroMQ asks its
-authenticator (ZAP) about each new encrypted connection; ours lets every key through and writes it, beside a word that
-only this process knows, into the connection's User-Id, which all its messages carry: on a plain connection a client may
-claim any User-Id, but it cannot know the word. Whether a key may join is decided where there are words to answer with.
+authenticator (ZAP) about each new connection; ours lets every key through and writes it, after a word that only this
+process knows, into the connection's User-Id, which all its messages carry. A client may claim any User-Id of its own,
+but it does not know the word; what has none is dropped. Whether a key may join is decided where there are words to
+answer with.
 
 Whoever is refused is logged once for each reason, and costs no more than the answer.
 """
@@ -26,14 +27,16 @@ from agent.keys import fingerprint
 from agent.wire import Join
 from ps.access import NO_INVITATION, REVOKED, Book, Budget, Enrolled, Refusal, admit, seen
 from ps.access_file import AccessFile
-from ps.listening import AddressError, bind
+from ps.listening import AddressError, bind, bind_plain, new_router
 from ps.peers import printable
 
 JOINS = (20.0, 0.1)  # at once, a second: of one key
 PROBED_BYTES = (256e6, 1e6)
 LINES = 200  # of refusals, and then no more
+IO_THREADS = 2  # one of them encrypts about 1 GB/s
 AHEAD = 64  # messages of a connection that wait for us; more wait in its network
 
+PLAIN, ENCRYPTED = b"plain", b"encrypted"  # what ZeroMQ calls the endpoints when it asks
 TOO_OFTEN = Refusal("this device joins too often; it may again in a minute")
 TOO_MANY = Refusal("this device's key may bring fewer devices than that")
 NOT_WRITTEN = Refusal("the server cannot write down who joins; its owner must make room")
@@ -45,19 +48,22 @@ _HANDSHAKES: dict[int, str] = {
 }
 
 
-def open_door(
-    context: zmq.Context[zmq.Socket[bytes]],
-    router: zmq.Socket[bytes],
-    access: AccessFile | None,
-    listen: Sequence[str],
-    say: Callable[[str], None],
-) -> Door | None:
-    """None: nobody joins but from this machine."""
-    if not listen:
-        return None
-    if access is None:
+def open_router(
+    host: str, port: int, listen: Sequence[str], access: AccessFile | None, say: Callable[[str], None]
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str, Door | None]:
+    """A context, its ROUTER, and where it takes plain connections; no door if it takes no others."""
+    if listen and access is None:
         raise AddressError(f"cannot listen on {listen[0]}: nothing says who may join there")
-    return Door(context, router, access, listen, say)
+    context, router = new_router(io_threads=IO_THREADS if listen else 1)
+    try:
+        door = Door(context, router, access, say) if listen and access is not None else None
+        address = bind_plain(router, host, port)
+        if door is not None:
+            door.open(listen)
+        return context, router, address, door
+    except BaseException:
+        context.destroy(linger=0)
+        raise
 
 
 class Door:
@@ -66,7 +72,6 @@ class Door:
         context: zmq.Context[zmq.Socket[bytes]],
         router: zmq.Socket[bytes],
         access: AccessFile,
-        listen: Sequence[str],
         say: Callable[[str], None],
         now_s: Callable[[], float] = time.time,
     ) -> None:
@@ -82,12 +87,18 @@ class Door:
         self._authenticator.bind("inproc://zeromq.zap.01")
         self._router = router
         self._monitor: zmq.Socket[bytes] = router.get_monitor_socket(HANDSHAKE_FAILED)
-        router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, access.keys.secret.encode())
-        router.setsockopt(zmq.ZAP_DOMAIN, b"cleave")
-        router.setsockopt(zmq.RCVHWM, AHEAD)
-        self.addresses = [bind(router, endpoint) for endpoint in listen]
+        self._router.setsockopt(zmq.ZAP_DOMAIN, PLAIN)
+        self.addresses: list[str] = []
+        self._mine: tuple[str, ...] = ()
         self.public_key = access.keys.public
+
+    def open(self, listen: Sequence[str]) -> None:
+        """From now on whatever is bound is encrypted."""
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt(zmq.CURVE_SECRETKEY, self._access.keys.secret.encode())
+        self._router.setsockopt(zmq.ZAP_DOMAIN, ENCRYPTED)
+        self._router.setsockopt(zmq.RCVHWM, AHEAD)
+        self.addresses = [bind(self._router, endpoint) for endpoint in listen]
         mine = self._mine = tuple(address.removeprefix("tcp://") for address in self.addresses)
         self._change(lambda book: (replace(book, listening=mine), None))
 
@@ -104,24 +115,29 @@ class Door:
     def attend(self) -> None:
         """Answer ZeroMQ's questions about new connections, and hear of those whose handshake failed."""
         while self._authenticator.poll(0):
-            version, request, _, _, _, mechanism, *credentials = self._authenticator.recv_multipart()
-            known = mechanism == b"CURVE" and len(credentials) == 1
-            user = self._word.encode() + z85.encode(credentials[0]) if known else b""
-            verdict = [b"200", b"OK"] if known else [b"400", b"no key"]
-            self._authenticator.send_multipart([version, request, *verdict, user, b""])
+            version, request, domain, _, _, mechanism, *credentials = self._authenticator.recv_multipart()
+            match domain, mechanism, credentials:
+                case [b"plain", b"NULL", []]:
+                    answer = [b"200", b"OK", self._word.encode()]
+                case [b"encrypted", b"CURVE", [key]]:
+                    answer = [b"200", b"OK", self._word.encode() + z85.encode(key)]
+                case _:
+                    answer = [b"400", b"no key", b""]
+            self._authenticator.send_multipart([version, request, *answer, b""])
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
+            why = "it broke off the handshake: it does not encrypt, or is no device at all"
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 why = _HANDSHAKES.get(event["value"], "what it sent is no handshake")
-                self._refuse("", "a connection", why)
+            self._refuse("", "a connection", why)
 
-    def key_of(self, frame: zmq.Frame) -> str:
-        """Of the connection that this came over; empty if it came in the clear."""
+    def key_of(self, frame: zmq.Frame) -> str | None:
+        """Of the connection that this came over; empty if it came in the clear, None if nobody knows."""
         try:
             user = str(frame.get("User-Id"))
         except zmq.ZMQError:
-            return ""
-        return user.removeprefix(self._word) if user.startswith(self._word) else ""
+            return None
+        return user.removeprefix(self._word) if user.startswith(self._word) else None
 
     def admit(self, key: str, join: Join, present: int) -> Enrolled | Refusal:
         """May the holder of this key join, with so many devices beside those `present` on its connection?"""
@@ -131,9 +147,11 @@ class Door:
         if isinstance(answer, Enrolled):
             if present + len(join.profiles) > answer.devices:
                 answer = TOO_MANY
+            elif key in self._trusted:
+                pass
             elif not self._joins.setdefault(key, Budget.full(*JOINS, now_s)).take(1, now_s):
                 answer = TOO_OFTEN
-            elif key not in self._trusted:
+            else:
                 answer = self._enrol(key, join.token, name, now_s, known=book.find(key) is not None)
         if isinstance(answer, Refusal):
             self._refuse(key, name, answer.reason)

@@ -13,23 +13,16 @@ from agent.errors import UserError
 from agent.wire import MAX_FRAME_BYTES
 
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
-IO_THREADS_ENCRYPTED = 2  # one of them encrypts about 1 GB/s
 
 
 class AddressError(UserError):
     """The server cannot listen where it was asked to."""
 
 
-def listening(host: str, port: int, encrypted: bool) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str]:
-    """A context, its ROUTER, and the address at which it takes plain connections; port 0 is any free one. `encrypted`:
-    other endpoints, which are, will follow."""
-    if not is_loopback(host):
-        raise AddressError(
-            f"cannot listen on {host} in the clear: that is only for this machine itself, 127.0.0.1. "
-            f"For devices elsewhere say --listen tcp://{host}:{port or 5555}, and invite them: cleave invite"
-        )
+def new_router(io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """A context and its ROUTER, which is not bound yet."""
     _raise_file_limit()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS_ENCRYPTED if encrypted else 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads)
     context.set(zmq.MAX_SOCKETS, 1 << 16)
     router = context.socket(zmq.ROUTER)
     for option, value in (
@@ -41,11 +34,17 @@ def listening(host: str, port: int, encrypted: bool) -> tuple[zmq.Context[zmq.So
         (zmq.LINGER, 1000),
     ):
         router.setsockopt(option, value)
-    try:
-        return context, router, bind(router, f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-    except UserError:
-        context.destroy(linger=0)
-        raise
+    return context, router
+
+
+def bind_plain(router: zmq.Socket[bytes], host: str, port: int) -> str:
+    """In the clear, for this machine alone."""
+    if not is_loopback(host):
+        raise AddressError(
+            f"cannot listen on {host} in the clear: that is only for this machine itself, 127.0.0.1. "
+            f"For devices elsewhere say --listen tcp://{host}:{port or 5555}, and invite them: cleave invite"
+        )
+    return bind(router, f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def bind(router: zmq.Socket[bytes], endpoint: str) -> str:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
@@ -47,9 +45,10 @@ from ps.access import REVOKED, Refusal
 from ps.access_file import AccessFile
 from ps.answers import Answers
 from ps.assignments import REACTION_S
+from ps.attendance import Attendance
 from ps.checking import Checking
 from ps.dispatcher import Dispatcher
-from ps.door import PASSING, open_door
+from ps.door import PASSING, open_router
 from ps.events import (
     AcceptBlocks,
     BlocksLost,
@@ -71,11 +70,11 @@ from ps.events import (
     TimePassed,
 )
 from ps.jobs import Live, Product, Totals
-from ps.listening import listening
 from ps.operands import Operand
 from ps.peers import Peer, missing_ones, printable
 from ps.planner import Planner
 from ps.records import Records
+from ps.requests import Requests
 from ps.shipping import Shipping
 
 log = logging.getLogger(__name__)
@@ -113,6 +112,8 @@ class Server:
         self.labels: list[str] = []  # one a device, by id
         self.suspended: dict[int, str] = {}  # device -> why it gets no more work
         self.notice: Callable[[str], None] = log.warning
+        self.note: Callable[..., None] = lambda event, **fields: None  # an event of a real device, for the results
+        self.attendance = Attendance()
         self.error: BaseException | None = None
         self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
@@ -120,7 +121,7 @@ class Server:
         self._jobs: dict[int, Live] = {}
         self._peers: dict[bytes, Peer] = {}
         self._peer_of: list[Peer] = []  # by device id
-        self._submitted: deque[Callable[[], None]] = deque()  # what other threads ask this one to do
+        self._requests = Requests()
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
         self._checking = Checking(self._jobs, self.totals)
@@ -130,14 +131,8 @@ class Server:
         self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
-        self._context, self._router, self.address = listening(host, port, bool(listen))
-        try:
-            self._door = open_door(self._context, self._router, access, listen, lambda text: self.notice(text))
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        opened = open_router(host, port, listen, access, lambda text: self.notice(text))
+        self._context, self._router, self.address, self._door = opened
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
@@ -153,7 +148,7 @@ class Server:
         """Tell the devices, and end. Safe to call twice."""
         self._goodbye = reason
         self._stopping = True
-        self._wake()
+        self._requests.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
@@ -180,8 +175,7 @@ class Server:
     def _ask(self, something: Callable[[], None]) -> None:
         if self.error is not None:
             raise ServerError(f"the server has stopped: {self.error}")
-        self._submitted.append(something)
-        self._wake()
+        self._requests.add(something)
 
     @property
     def public_addresses(self) -> list[str]:
@@ -220,12 +214,13 @@ class Server:
         with self._joined:
             return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
 
+    def wait_for_real_devices(self, count: int, timeout_s: float) -> bool:
+        present = self.attendance.present
+        with self._joined:
+            return self._joined.wait_for(lambda: len(present) >= count or self.error is not None, timeout_s)
+
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is about to wake anyway; closed: it has ended
-            self._wake_write.send(b"!")
 
     # ---- the server's thread
 
@@ -244,14 +239,12 @@ class Server:
                 self._door.close()
             self._router.close()
             self._context.term()
-            self._wake_read.close()
-            self._wake_write.close()
+            self._requests.close()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        for source in self._door.sockets if self._door else ():
+        for source in (self._requests.fileno(), *(self._door.sockets if self._door else ())):
             poller.register(source, zmq.POLLIN)
         next_beat, next_look = time.monotonic(), self._now_s()
         while not self._stopping:
@@ -259,15 +252,14 @@ class Server:
             look_s = max(next_look, self._dispatcher.deadlines.next_s)
             until_look_s = self._clock.wait_s(int(1e9 * look_s)) if look_s < float("inf") else look_s
             timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
-            ready = dict(poller.poll(0 if self._submitted else int(timeout_s * 1000)))
+            ready = dict(poller.poll(0 if self._requests else int(timeout_s * 1000)))
             woke = time.perf_counter()
-            if self._wake_read.fileno() in ready:
-                self._wake_read.recv(4096)
+            if self._requests.fileno() in ready:
+                self._requests.heard()
             if self._door is not None:
                 self._door.attend()
             heard_all = self._read()
-            if self._submitted:
-                self._submitted.popleft()()  # one a turn: answers do not wait for all of them
+            self._requests.do_one()  # one a turn: answers do not wait for all of them
             if stuck:
                 for peer in list(self._peers.values()):
                     if not self._shipping.drain(peer):
@@ -294,7 +286,9 @@ class Server:
                     frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return True
-                self._receive(bytes(frames[0].buffer), self._door.key_of(frames[0]) if self._door else "", frames[1:])
+                key = self._door.key_of(frames[0]) if self._door else ""
+                if key is not None:
+                    self._receive(bytes(frames[0].buffer), key, frames[1:])
             return False
         finally:
             self._take_answers()
@@ -364,22 +358,20 @@ class Server:
 
     def _join(self, identity: bytes, key: str, message: Join) -> None:
         """A connection, or more devices of one that is there: they get the next indices."""
-        if key and self._door:
-            there = self._peers[identity].ids if identity in self._peers else []
-            present = sum(self._dispatcher.devices[device].alive for device in there)
-            guest = self._door.admit(key, message, present)
-            if isinstance(guest, Refusal):
-                self._shipping.reply(identity, Refused(guest.reason, final=guest not in PASSING))
-                return
-            for old in [p for p in self._peers.values() if p.key == key and p.identity != identity]:
-                if guest.devices == 1:  # its network has changed
-                    self._lose(old, "it has joined again from elsewhere")
+        if key and not self._may_join(identity, key, message):
+            return
         peer = self._peers.setdefault(identity, Peer(identity, time.monotonic(), message.about, key))
         first = len(self._peer_of)
         new = range(first, first + len(message.profiles))
         peer.add(new)
         self._peer_of += [peer] * len(new)
-        self.labels += [printable(label) for label in message.labels]
+        labels = [printable(label) for label in message.labels]
+        self.labels += labels
+        before = self.attendance.joined(new, labels, message.about, identity, self._now_s())
+        if before in self._peers:
+            self._lose(self._peers[before], "it has joined again from elsewhere")
+        if first in self.attendance.real:
+            self.note("real", name=labels[0], device=first, kernel=printable(message.about.get("kernel", "")))
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
@@ -387,11 +379,31 @@ class Server:
             self._alive += len(new)
             self._joined.notify_all()
 
+    def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
+        assert self._door is not None, "only a door has keys"
+        there = self._peers[identity].ids if identity in self._peers else []
+        guest = self._door.admit(key, message, sum(self._dispatcher.devices[device].alive for device in there))
+        if isinstance(guest, Refusal):
+            self._shipping.reply(identity, Refused(guest.reason, final=guest not in PASSING))
+            return False
+        if guest.devices == 1:  # a new address, the same device
+            for old in [p for p in self._peers.values() if p.key == key and p.identity != identity]:
+                self._lose(old, "it has joined again from elsewhere")
+        return True
+
     def _leave(self, peer: Peer, message: Leave) -> None:
         if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
         leaving = sorted({peer.ids[index] for index in message.devices.tolist()})
-        self._forget([d for d in leaving if self._dispatcher.devices[d].alive])
+        leaving = [d for d in leaving if self._dispatcher.devices[d].alive]
+        reason, until_s = printable(message.reason), message.until_s
+        for device in leaving:
+            blocks = len(self._dispatcher.devices[device].in_flight)
+            text = self.attendance.left(device, self.labels[device], reason, until_s, blocks, self._now_s())
+            if text:
+                self.notice(text)
+                self.note("left", name=self.labels[device], reason=reason, until_s=until_s, blocks=blocks)
+        self._forget(leaving)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
@@ -407,6 +419,7 @@ class Server:
         self._forget(gone)
 
     def _forget(self, devices: list[int]) -> None:
+        self.attendance.gone(devices)
         with self._joined:
             self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
@@ -485,6 +498,7 @@ class Server:
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
+                    self.attendance.gone([device])
                     with self._joined:
                         self._alive -= 1
                 case CheckJob(job=job):

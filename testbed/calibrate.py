@@ -130,15 +130,15 @@ def device_file(samples: Samples, found: Calibration, kind: str) -> str:
     ram = device.get("memory_bytes")
     budget = samples.memory.get("budget_bytes") or 512_000_000
     lines = [
-        f"title = {_text(samples.name + ', measured')} # the device",
-        f"kind = {_text(kind)} # phone, tablet, board, laptop or mini-pc",
+        f"title = {text_literal(samples.name + ', measured')} # the device",
+        f"kind = {text_literal(kind)} # phone, tablet, board, laptop or mini-pc",
         f'gemm = "{found.large_flops / 1e9:.4g} GFLOPS" # float32 rate of a large product, by the model below',
         'basis = "measured" # of gemm: measured, published or estimate',
         f'overhead = "{1e6 * model.overhead_s:.4g} us" # fixed cost of one call, by the model below',
         f'ram = "{format_size(ram or budget)}"',
         f'ram_basis = "{"measured" if ram else "estimate"}" # of ram: measured, published or estimate',
         f'budget = "{format_size(budget)}" # memory its owner lends',
-        f"source = {_text(source)}",
+        f"source = {text_literal(source)}",
         "",
         "# see emulator/performance.py; seconds",
         "[performance]",
@@ -172,5 +172,5 @@ def _number(value: float) -> str:
     return text if any(c in text for c in ".e") else text + ".0"
 
 
-def _text(value: str) -> str:
+def text_literal(value: str) -> str:
     return json.dumps("".join(c if c.isprintable() else "?" for c in value), ensure_ascii=False)

@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 
 from agent.clock import Clock, ScaledClock
 from agent.errors import Failure
+from agent.units import parse_duration
 from emulator.fleet import Fleet
 from ps.access_file import AccessFile, server_folder
+from ps.attendance import Attendance
 from ps.executor import Engine
 from ps.jobs import Totals
 from ps.planner import Planner
 from ps.records import Records
 from ps.server import Server
 from testbed.display import Display
+from testbed.guests import wait_for_phones
 from testbed.inject import Injector, Targets, injecting
 from testbed.launch import Pods
 from testbed.scenario import Scenario
@@ -44,6 +47,7 @@ class Accounts(Engine, Protocol):
     records: Records
     labels: list[str]
     suspended: dict[int, str]
+    attendance: Attendance
 
     @property
     def devices(self) -> int: ...
@@ -98,7 +102,7 @@ def on_processes(place: Place, server: Server, clock: ScaledClock, display: Disp
         display.say(text)
         note("notice", text=text)
 
-    server.notice = notice
+    server.notice, server.note = notice, note
     server.start()
     display.say(f"server at {server.address}; another device may join: python -m agent --ps {server.address}")
     for address in server.public_addresses:
@@ -109,12 +113,14 @@ def on_processes(place: Place, server: Server, clock: ScaledClock, display: Disp
         try:
             with display.phase(
                 f"{expected:,} devices join",
-                lambda: server.devices / expected,
-                lambda: f"{server.devices:,} of {expected:,}",
+                lambda: _emulated(server) / max(1, expected),
+                lambda: f"{_emulated(server):,} of {expected:,}",
             ):
                 _wait_for_devices(server, pods, expected)
             joined_s = time.monotonic() - begun
-            display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
+            display.say(f"{expected:,} devices joined in {joined_s:.1f} s")
+            if asked.fleet.phones:
+                wait_for_phones(server, asked.fleet.phones, parse_duration(asked.fleet.phones_wait), display)
             note("joined", devices=server.devices)
             yield Host(server, pods, clock, lambda injector: injecting(injector, clock), place.fleet, joined_s)
         finally:
@@ -123,10 +129,17 @@ def on_processes(place: Place, server: Server, clock: ScaledClock, display: Disp
 
 def _wait_for_devices(server: Server, pods: Pods, count: int) -> None:
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while not server.wait_for_devices(count, 0.25):
+    while _emulated(server) < count:
+        server.wait_for_devices(count + len(server.attendance.present), 0.25)
+        if server.error is not None:
+            raise RunError(f"the server has stopped: {server.error}")
         pods.check()
         if time.monotonic() > deadline:
-            raise RunError(f"only {server.devices} of {count} devices joined within {JOIN_TIMEOUT_S:.0f} s")
+            raise RunError(f"only {_emulated(server)} of {count} devices joined within {JOIN_TIMEOUT_S:.0f} s")
+
+
+def _emulated(server: Server) -> int:
+    return server.devices - len(server.attendance.present)
 
 
 @contextmanager

@@ -57,7 +57,8 @@ class Finished:
     summary: dict[str, Any]
 
     def name(self, column: str, row: int) -> str:
-        return self.names[column][int(self.blocks[column][row])]
+        name = self.names[column][int(self.blocks[column][row])]
+        return f"{name} (real)" if column == "device_name" and self.blocks["real"][row] else name
 
 
 def read_run(folder: Path) -> Finished:
@@ -81,7 +82,7 @@ def _read_blocks(path: Path) -> tuple[dict[str, Array], dict[str, list[str]]]:
     table = pyarrow.parquet.read_table(path)
     if not table.num_columns:  # a run in which no block was answered
         whole = {name: np.empty(0, np.int64) for name in (*_NAMES, *_COUNTS)}
-        return {**whole, **{name: np.empty(0) for name in _TIMES}}, {name: [] for name in _NAMES}
+        return {**whole, "real": np.empty(0, bool), **{name: np.empty(0) for name in _TIMES}}, {n: [] for n in _NAMES}
     order = np.argsort(table["sent_s"].to_numpy(), kind="stable")
     columns: dict[str, Array] = {}
     names: dict[str, list[str]] = {}
@@ -92,6 +93,8 @@ def _read_blocks(path: Path) -> tuple[dict[str, Array], dict[str, list[str]]]:
             names[name] = values.dictionary.to_pylist()
             values = values.indices
         columns[name] = values.to_numpy(zero_copy_only=False)[order]
+    marked = "real" in table.column_names  # a run of an earlier release does not say
+    columns["real"] = table["real"].to_numpy()[order] if marked else np.isnan(columns["due_s"])
     return columns, names
 
 
@@ -338,7 +341,9 @@ def _slowest(run: Finished) -> Markup:
             format_duration(float(mean_s[i])),
             format_duration(float(longest_s[i])),
             format_duration(float(compute_mean_s[i])),
-            "real device" if math.isnan(late_mean_s[i]) else format_duration(float(late_mean_s[i])),
+            ("real device" if blocks["real"][first[i]] else "not modelled")
+            if math.isnan(late_mean_s[i])
+            else format_duration(float(late_mean_s[i])),
         )
         for i in np.argsort(-mean_s, kind="stable")[:SLOWEST_DEVICES].tolist()
     ]

@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Summary:
     bytes_up: int
     socket_bytes_down: int  # what went through this host's sockets: a slab once a connection
     lost_devices: int
-    real_devices: dict[str, int]  # not emulated: name -> blocks returned
+    real_devices: dict[str, int]  # not emulated, whoever joined: name -> blocks returned
     basis: dict[str, int]  # where the figures of the emulated devices come from
     training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
     fidelity: dict[str, Any]
@@ -72,6 +72,8 @@ class Summary:
     verification: dict[str, float] = field(default_factory=dict)
     late_blocks_helped: int = 0  # overdue, and cut over others as well
     suspended: dict[str, str] = field(default_factory=dict)  # device -> why
+    departures: list[dict[str, Any]] = field(default_factory=list)  # real devices that left, why, and for how long
+    device_files: list[str] = field(default_factory=list)  # of real devices: kinds for other scenarios
     audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against asked for
     audit_line: str = ""  # the same in a line
     version: int = RESULTS_VERSION
@@ -143,12 +145,16 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def write_blocks(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str]) -> None:
+def write_blocks(
+    path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str], real: Collection[int] = ()
+) -> None:
+    """`real`: devices that are not emulated."""
     table = {name: pyarrow.array(values) for name, values in columns.items()}
     if table:
         table["device_name"] = pyarrow.DictionaryArray.from_arrays(
             columns["device"], pyarrow.array(labels, pyarrow.string())
         )
+        table["real"] = pyarrow.array(np.isin(columns["device"], list(real)))
         product = table["product"]
         table["product"] = product.dictionary_encode()
     pyarrow.parquet.write_table(pyarrow.table(table), path)
@@ -203,6 +209,10 @@ def print_summary(console: Console, s: Summary) -> None:
         rows.append(("memory", f"{format_size(s.memory_bytes)}, server and {s.pods} pods"))
     if s.real_devices:
         rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items())))
+    if s.device_files:
+        rows.append(("", f"measured, to be emulated: devices/{', '.join(s.device_files)}"))
+    if s.departures:
+        rows.append(("left by their owners' rules", _departures(s.departures)))
     if s.lost_devices:
         rows.append(("devices lost", str(s.lost_devices)))
     if s.recovery:
@@ -255,6 +265,16 @@ def _host(f: dict[str, Any]) -> str:
 
 def _difference(difference: float | None) -> str:
     return "none computed: shapes only" if difference is None else f"largest difference {difference:.1e}"
+
+
+def _departures(departures: list[dict[str, Any]]) -> str:
+    said = []
+    for left in departures[:5]:
+        away = "not back" if left["away_s"] is None else f"back after {format_duration(left['away_s'])}"
+        handed = f", {left['blocks']} blocks handed back" if left["blocks"] else ""
+        said.append(f"{left['name']}: {left['reason']}{handed}, {away}")
+    more = f"; and {len(departures) - 5} times more" if len(departures) > 5 else ""
+    return "; ".join(said) + more
 
 
 def _recovery(r: dict[str, float]) -> str:

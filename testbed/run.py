@@ -26,6 +26,7 @@ from ps.trainer import Step
 from testbed.clocks import Chosen, choose
 from testbed.display import Display
 from testbed.fleets import make_fleet, pods_for
+from testbed.guests import departures, write_devices
 from testbed.hosts import Accounts, Host, Place, in_virtual_time, on_processes, real_server, virtual_server
 from testbed.inject import Injector, churn_schedule, describe, plan_faults
 from testbed.probe import Probe
@@ -106,7 +107,9 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         for row, step in zip(trained.rows, known.steps, strict=True):
             row["reference_loss"] = step.loss
     write_steps(folder / "steps.csv", trained.rows)
-    write_blocks(folder / "blocks.parquet", columns, host.server.labels)
+    attendance = host.server.attendance
+    summary.device_files = write_devices(folder, attendance, host.server.labels, host.server.profiles)
+    write_blocks(folder / "blocks.parquet", columns, host.server.labels, attendance.real)
     write_ledger(folder / "ledger.parquet", fidelity.device_ledger(columns, host.server.profiles), host.server.labels)
     write_summary(folder, summary)
     write_trace(folder)
@@ -136,7 +139,10 @@ def _summary(
     difference = float(np.abs(np.subtract(losses, reference_losses)).max()) if known else None
     moved = [float((a - b).abs().max()) for a, b in zip(trained.weights, known.weights, strict=True)] if known else []
     used, counts = np.unique(columns["device"], return_counts=True)
-    real = np.unique(columns["device"][np.isnan(columns["due_s"])]).tolist()
+    returned = dict(zip(used.tolist(), counts.tolist(), strict=True))
+    real = dict.fromkeys((server.labels[d] for d in sorted(server.attendance.real)), 0)
+    for device in server.attendance.real:
+        real[server.labels[device]] += returned.get(device, 0)
     seconds = _settled(steps)
     audit = injector.audit()
     return Summary(
@@ -165,7 +171,8 @@ def _summary(
         bytes_up=totals.result_bytes,
         socket_bytes_down=totals.sent_bytes,
         lost_devices=totals.lost_devices,
-        real_devices={server.labels[d]: int(counts[used == d][0]) for d in real},
+        real_devices=real,
+        departures=departures(server.attendance),
         basis=dict(place.fleet.basis),
         training_host_s=trained.host_s,
         fidelity=asdict(verdict),

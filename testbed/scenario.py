@@ -19,7 +19,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from agent.errors import UserError
 from agent.units import parse_duration
@@ -136,7 +145,9 @@ class Training(_Section):
 
 
 class FleetSection(_Section):
-    devices: int = Field(ge=1, le=1_000_000)
+    phones: int = Field(default=0, ge=0, le=100_000)  # real devices to wait for
+    devices: int = Field(ge=0, le=1_000_000)  # emulated ones
+    phones_wait: Duration = "10 min"  # at most
     pods: int | Literal["auto"] = "auto"
     line_share: float = Field(default=1.0, gt=0, le=1)
     uniform: Literal["paper", "moderate", "extreme"] | None = None  # a fleet of the Cleave authors' evaluation
@@ -145,7 +156,7 @@ class FleetSection(_Section):
 
     @model_validator(mode="after")
     def _one_kind_of_fleet(self) -> FleetSection:
-        if self.uniform is None and not (self.kinds and self.networks):
+        if self.uniform is None and self.devices and not (self.kinds and self.networks):
             raise ValueError(
                 "give shares of devices in [fleet.kinds] and of networks in [fleet.networks], at least one each"
             )
@@ -154,6 +165,13 @@ class FleetSection(_Section):
                 f'uniform = "{self.uniform}" is a whole fleet: leave out [fleet.kinds] and [fleet.networks]'
             )
         return self
+
+    @field_validator("devices")
+    @classmethod
+    def _somebody(cls, devices: int, info: ValidationInfo) -> int:
+        if not devices and not info.data.get("phones"):
+            raise ValueError("it must be greater than or equal to 1, unless phones = 2 says how many real ones train")
+        return devices
 
     @field_validator("pods", mode="before")
     @classmethod
@@ -316,6 +334,15 @@ class Scenario(_Section):
     def _time_to_be_modelled(self) -> Scenario:
         if self.links.kind == "off" and self.clock.kind != "wall":
             raise ValueError(f'links.kind is "off": no time is modelled, and clock.kind = "{self.clock.kind}" has none')
+        return self
+
+    @model_validator(mode="after")
+    def _phones_live_in_real_time(self) -> Scenario:
+        if self.fleet.phones and self.clock.kind != "wall":
+            raise ValueError(
+                f"fleet.phones is {self.fleet.phones}: real devices work in real time, and clock.kind is "
+                f'"{self.clock.kind}"; take clock.kind = "wall", or fleet.phones = 0'
+            )
         return self
 
     @model_validator(mode="after")

@@ -90,20 +90,23 @@ class Task:
         server, totals, count = self.host.server, self.host.server.totals, self.scenario.training.steps
         blocks = totals.blocks - sum(row["blocks"] for row in self.rows)
         loss = None if math.isnan(step.loss) else step.loss
+        real = len(server.attendance.present)
         row = {
             "step": step.number,
             "loss": loss,
             "seconds": step.seconds,
             "devices": server.devices,
+            "real_devices": real,
             "blocks": blocks,
             "bytes_down": totals.operand_bytes - sum(row["bytes_down"] for row in self.rows),
         }
         self.rows.append(row)
         told = f"loss {step.loss:.4f}" if self.scenario.clock.arithmetic else "no loss, shapes only"
+        devices = f"{server.devices:,} devices" + (f", {real} of them real" if real else "")
         left_s = (time.monotonic() - self.begun) / step.number * (count - step.number)
         self.display.say(
             f"step {step.number} of {count}: {told}, {step.seconds:.2f} s, "
-            f"{blocks:,} blocks, {server.devices:,} devices; {left_s:.0f} s left"
+            f"{blocks:,} blocks, {devices}; {left_s:.0f} s left"
         )
         self.note("step", **row)
 
@@ -112,7 +115,9 @@ class Task:
             return None
         server = self.host.server
         with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            links, models = links_of(self.host.fleet, server.labels), models_of(self.host.fleet, server.labels)
+            real = server.attendance.real  # whatever they call themselves, they are none of the fleet
+            labels = ["" if device in real else label for device, label in enumerate(server.labels)]
+            links, models = links_of(self.host.fleet, labels), models_of(self.host.fleet, labels)
             told = predict_step(
                 executor, step, server.profiles, self.planner, server.absent, links, models, self.local, arithmetic
             )

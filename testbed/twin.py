@@ -152,11 +152,12 @@ def real_agent(device: Device, address: str, number: int) -> Iterator[None]:
     samples = device.samples
     command = [sys.executable, "-c", AGENT, "--ps", address, "--once", "--name", f"real-{number}"]
     command += ["--threads", str(samples.threads), "--kernel", device.calibration.kernel]
-    command += ["--credit", str(CREDIT), "--memory", f"{MEMORY_BYTES} B"]
+    command += ["--credit", str(CREDIT), "--memory", f"{MEMORY_BYTES} B", "--unmeasured"]
     with ExitStack() as stack:
         group = stack.enter_context(cpu_quota(*samples.quota)) if samples.quota else None
         threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(samples.threads))
-        agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, env=os.environ | threads)
+        environment = os.environ | threads | {"CLEAVE_RULES": os.devnull}  # it is compared, whatever its owner wants
+        agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, env=environment)
         try:
             if group is not None:
                 enter(group, agent.pid)

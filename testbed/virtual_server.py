@@ -28,6 +28,7 @@ from emulator.device import Devices
 from emulator.link import Links
 from emulator.performance import Models
 from ps.assignments import REACTION_S
+from ps.attendance import Attendance
 from ps.dispatcher import Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -83,6 +84,7 @@ class VirtualServer:
         self.totals, self.records = Totals(), Records()
         self.labels: list[str] = []  # one a device, by id; who returns has a new id
         self.suspended: dict[int, str] = {}
+        self.attendance = Attendance()  # nobody here is real
         self.notice: Callable[[str], None] = lambda text: None
         self._profiles, self._names = profiles, list(labels)
         self._devices = Devices(profiles, links, models)

@@ -53,6 +53,15 @@ class Serve(Protocol):
     def __call__(self, port: int = 0, heartbeat_s: float = 0.5) -> Server: ...
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_state_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Agents of tests neither know nor change what this machine's owner has set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLEAVE_AGENT_STATE", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("CLEAVE_RULES", os.devnull)
+        yield
+
+
 @pytest.fixture(name="until", scope="session")
 def _until() -> Until:
     return until

@@ -216,7 +216,7 @@ def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_no
     assert address is not None
     program.expect("step 1 of 40", RUN_LIMIT_S)
     agent = start(
-        *("agent", "--ps", address[0], "--name", name, "--kernel", "numpy"),
+        *("agent", "--ps", address[0], "--name", name, "--kernel", "numpy", "--unmeasured"),
         *("--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms"),
     )
     agent.expect("joined")

@@ -32,7 +32,7 @@ def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_o
     assert " and 9 others" in waiting
     command = re.search(r"python -m (agent) (--ps) (tcp://\S+)$", waiting)
     assert command is not None, waiting
-    fast = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
+    fast = ("--unmeasured", "--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
     agent = start(*command.groups(), "--name", "rescuer", "--once", *fast)
     assert run.wait(RUN_LIMIT_S) == 0, run.output
     assert agent.wait() == 0

@@ -4,11 +4,14 @@ and never sees a block."""
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import zmq
 from processes import FAST, LIMIT_S, Multiplication
@@ -16,7 +19,7 @@ from processes import FAST, LIMIT_S, Multiplication
 from agent.invitation import Invitation, parse_link
 from agent.keys import Curve, Keys, fingerprint
 from agent.profile import Profile, pack_profiles
-from agent.wire import Heartbeat, Join, Message, Probe, Refused, Welcome, decode, encode
+from agent.wire import ANSWER, DONE, Heartbeat, Join, Message, Probe, Refused, Result, Welcome, Work, decode, encode
 from ps import access
 from ps.access_file import AccessFile
 from ps.listening import AddressError
@@ -175,6 +178,7 @@ def used(guarded: Guarded) -> str:
     other = Guest(guarded.endpoint, guarded.server.public_key)
     other.join(token)
     assert isinstance(other.receive(), Welcome)
+    assert guarded.server.wait_for_devices(1, LIMIT_S)
     other.close()
     return token
 
@@ -258,8 +262,7 @@ def test_an_agent_with_another_servers_key_finds_out(start: Start, guarded: Guar
     agent = start("agent", "--state", str(tmp_path / "a"), *FAST, "--invitation", other.link)
     agent.expect("is not the server of the invitation")
     assert guarded.server.devices == 0
-    assert len(guarded.refusals()) == 1
-    assert "another server's key" in guarded.refusals()[0]
+    assert len([line for line in guarded.refusals() if "another server's key" in line]) == 1
 
 
 def test_a_plain_agent_does_not_get_in(start: Start, guarded: Guarded, until: Until) -> None:
@@ -267,6 +270,122 @@ def test_a_plain_agent_does_not_get_in(start: Start, guarded: Guarded, until: Un
     until(lambda: bool(guarded.refusals()), "the server says so")
     assert "does not encrypt" in guarded.refusals()[0]
     assert guarded.server.devices == 0
+
+
+class Recorder:
+    """Carries bytes between a device and the server, and keeps what the device has sent."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.recorded = bytearray()
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        device, _ = self._listener.accept()
+        server = socket.create_connection(self._server)
+        back = threading.Thread(target=self._copy, args=(server, device, bytearray()))
+        back.start()
+        self._copy(device, server, self.recorded)
+        back.join()
+        device.close()
+        server.close()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket, record: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while read := source.recv(65536):
+                record += read
+                target.sendall(read)
+            target.shutdown(socket.SHUT_WR)
+
+    def replay(self) -> bytes:
+        """What the server answers to the same bytes, until it hangs up. As the device did: ZeroMQ's greeting and HELLO
+        before it is answered, the rest after."""
+        answered, first = bytearray(), 64 + 202
+        with socket.create_connection(self._server) as again, contextlib.suppress(ConnectionError):
+            again.settimeout(LIMIT_S)
+            again.sendall(self.recorded[:first])
+            while len(answered) < 64 + 170:
+                answered += again.recv(65536)
+            again.sendall(self.recorded[first:])
+            while read := again.recv(65536):
+                answered += read
+        return bytes(answered)
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listener.close()
+
+
+def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, until: Until) -> None:
+    recorder = Recorder(guarded.endpoint)
+    device = Guest(recorder.endpoint, guarded.server.public_key)
+    device.join(guarded.token(uses=100))
+    assert isinstance(device.receive(), Welcome)
+    assert guarded.server.wait_for_devices(1, LIMIT_S)
+    device.close()
+    recorder.close()
+    until(lambda: guarded.server.devices == 0, "the device itself is gone")
+    product = Multiplication(guarded.server, (1, 8, 8, 8))
+    before = guarded.access.read()
+    for _ in range(5):
+        assert len(recorder.replay()) == 64 + 170  # a greeting and the handshake's WELCOME, which holds nothing yet
+    until(lambda: bool(guarded.refusals()), "the server says so")
+    assert len(guarded.refusals()) == 1
+    assert "repeats what somebody else has sent" in guarded.refusals()[0]
+    assert guarded.server.devices == 0
+    assert guarded.server.totals.sent_bytes == 0
+    assert not product.done.is_set()
+    assert guarded.access.read() == before
+
+
+def plain_with_user(endpoint: str, user: str, message: Message) -> socket.socket:
+    """A plain connection that claims to be this user, in ZeroMQ's own words (ZMTP 3.0)."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    line = socket.create_connection((host, int(port)))
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY"
+    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", b""), (b"User-Id", user.encode())):
+        ready += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+    line.sendall(greeting + bytes([4, len(ready)]) + ready)
+    frames = [bytes(frame) for frame in encode(message)]
+    for index, frame in enumerate(frames):
+        line.sendall(bytes([index + 1 < len(frames), len(frame)]) + frame)
+    return line
+
+
+def test_nobody_on_a_plain_connection_passes_for_a_device_with_a_key(guarded: Guarded, knock: Knock) -> None:
+    device = knock()
+    device.join(guarded.token())
+    assert isinstance(device.receive(), Welcome)
+    assert guarded.server.wait_for_devices(1, LIMIT_S)
+    join = Join(pack_profiles([PROFILE]), ["impostor"], {})
+    with plain_with_user(guarded.server.address, device.keys.public, join):
+        assert guarded.server.wait_for_devices(2, LIMIT_S)  # as whoever is on this machine, and not as the device
+    assert not [line for line in guarded.said if "from elsewhere" in line]
+
+
+def test_nobody_answers_for_another_under_its_connections_name(guarded: Guarded, knock: Knock, until: Until) -> None:
+    device = knock(name=b"the phone")
+    device.join(guarded.token())
+    assert isinstance(device.receive(), Welcome)
+    assert guarded.server.wait_for_devices(1, LIMIT_S)
+    product = Multiplication(guarded.server, (1, 4, 4, 4))
+    work = device.receive()
+    assert isinstance(work, Work)
+    device.close()
+    thief = knock(name=b"the phone")  # the name is free now, and the server may not have noticed
+    answers = np.array([(0, b["job"], b["block"], DONE, 16, 0.0, 0) for b in work.blocks], ANSWER)
+    thief.send(Result(answers, np.zeros(16 * len(answers), np.float32)))
+    answer = thief.receive()
+    assert isinstance(answer, Refused)
+    assert "join first" in answer.reason
+    assert not product.done.is_set()
+    until(lambda: guarded.server.devices == 0, "the phone is missed")
 
 
 def test_nobody_listens_off_loopback_in_the_clear() -> None:

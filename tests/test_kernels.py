@@ -200,7 +200,7 @@ def test_the_faster_kernel_is_taken_and_its_speed_is_what_was_measured(
 ) -> None:
     now = [0.0]
     both: list[Kernel] = [Paced(name, 0.5 if name == fast else 1.0, now) for name in ("numpy", "onnxruntime")]
-    monkeypatch.setattr(kernels, "available_kernels", lambda threads: (both, {}))
+    monkeypatch.setattr(kernels, "available_kernels", lambda threads, only: (both, {}))
     measured = pick_kernel(clock=lambda: now[0])
     (slow,) = {"numpy", "onnxruntime"} - {fast}
     assert measured.kernel.name == fast
@@ -237,3 +237,30 @@ def test_onnx_runtime_leaves_nothing_among_the_users_files_and_numpy_alone_does_
         )
         assert done.stdout.strip() == loaded, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.floats(1, 1e4), st.booleans())
+def test_a_product_in_parts_is_the_product(
+    batch: int, rows: int, inner: int, columns: int, part_flops: float, batched: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    left = rng.standard_normal((batch, rows, inner), dtype=np.float32)
+    right = rng.standard_normal((batch, columns, inner), dtype=np.float32).transpose(0, 2, 1)
+    parts = kernels.InParts(NumpyKernel(), part_flops, lambda: False)
+    one, two = (left, right) if batched else (left[0], right[0])
+    np.testing.assert_allclose(parts.product(one, two), one @ two, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_that_nobody_wants_any_more_ends_after_the_part_under_way() -> None:
+    done: list[int] = []
+
+    class Counting(NumpyKernel):
+        def product(self, left: Array, right: Array) -> Array:
+            done.append(len(left))
+            return super().product(left, right)
+
+    ones = np.ones((100, 10), np.float32)
+    parts = kernels.InParts(Counting(), 2 * 10 * 10 * 7.0, lambda: len(done) >= 3)
+    with pytest.raises(kernels.Abandoned):
+        parts.product(ones, ones[:10])
+    assert done == [7, 7, 7]

@@ -104,7 +104,8 @@ def make_run(
         for i, (a, b) in enumerate(zip(losses, reference, strict=True), start=1)
     ]
     write_steps(folder / "steps.csv", rows)
-    write_blocks(folder / "blocks.parquet", blocks, labels)
+    real = np.unique(blocks["device"][np.isnan(blocks["due_s"])]).tolist() if blocks else []
+    write_blocks(folder / "blocks.parquet", blocks, labels, real)
     return folder
 
 

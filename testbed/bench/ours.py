@@ -34,7 +34,19 @@ UNLIMITED = Profile(MAX_RATE, 0.0, MAX_RATE, MAX_RATE, 0.0, 1 << 40, 1 << 16)
 def agents(count: int = 2) -> Iterator[Server]:
     """A server and local agents, one thread each, as fast as this machine lets them be."""
     server = Server(run="bench").start()
-    command = [sys.executable, "-m", "agent", "--ps", server.address, "--once", "--memory", "4 GB", "--credit", "4096"]
+    command = [
+        sys.executable,
+        "-m",
+        "agent",
+        "--ps",
+        server.address,
+        "--once",
+        "--memory",
+        "4 GB",
+        "--credit",
+        "4096",
+        "--unmeasured",
+    ]
     command += ["--down", "20 Gbit", "--up", "20 Gbit", "--latency", "50 us", "--kernel", "numpy"]
     processes = [subprocess.Popen([*command, "--name", f"agent-{i}"], stderr=subprocess.DEVNULL) for i in range(count)]
     try:

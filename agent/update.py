@@ -1,0 +1,5 @@
+from pathlib import Path
+
+
+def update(folder: Path) -> int:
+    return 2

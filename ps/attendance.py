@@ -1,0 +1,72 @@
+"""Which devices are real, who of them is there, and why the others left: for people, the planner does not ask.
+
+The server treats all devices alike; a pod says of itself that it is one, whoever does not is a real device.
+Whatever a device says of itself is kept within bounds, however often it comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.units import format_duration
+
+MOST = 1000  # departures and devices of which something is kept
+MOST_PROFILE = 1 << 18  # characters of a profile
+
+
+@dataclass(slots=True)
+class Departure:
+    """A real device that left politely."""
+
+    name: str
+    reason: str
+    until_s: float | None  # after it left, as far as its owner knows
+    blocks: int  # that it handed back
+    at_s: float
+    back_s: float | None = None  # when it joined again
+
+
+class Attendance:
+    def __init__(self) -> None:
+        self.real: set[int] = set()  # devices, by id, that are not emulated; ids are never used twice
+        self.present: set[int] = set()  # those of them that are there now
+        self.departures: list[Departure] = []
+        self.about: dict[str, dict[str, str]] = {}  # what they say of themselves, by name: a stranger's text
+        self._connection: dict[str, bytes] = {}  # device as it calls itself -> its connection
+
+    def joined(
+        self, ids: Sequence[int], labels: Sequence[str], about: Mapping[str, str], identity: bytes, at_s: float
+    ) -> bytes:
+        """Real devices have come. The connection by which the same device was here before, if it had another one, or
+        nothing: a phone that changes its network is back before its old connection is missed."""
+        if about.get("kind") == "pod":
+            return b""
+        self.real.update(ids)
+        self.present.update(ids)
+        for departure in self.departures:
+            if departure.back_s is None and departure.name in labels:
+                departure.back_s = at_s
+        device = about.get("device", "")
+        if len(self.about) < MOST:
+            kept = {key: about[key] for key in ("profile", "system") if key in about}
+            self.about[labels[0]] = {key: text for key, text in kept.items() if len(text) <= MOST_PROFILE}
+        if not device:
+            return b""
+        before = self._connection.pop(device, b"")
+        if len(self._connection) < MOST:
+            self._connection[device] = identity
+        return before if before != identity else b""
+
+    def gone(self, ids: Sequence[int]) -> None:
+        self.present.difference_update(ids)
+
+    def left(self, device: int, name: str, reason: str, until_s: float | None, blocks: int, at_s: float) -> str:
+        """What to tell people; empty for an emulated device."""
+        if device not in self.real:
+            return ""
+        if len(self.departures) < MOST:
+            self.departures.append(Departure(name, reason, until_s, blocks, at_s))
+        back = "" if until_s is None else f"; it may be back in {format_duration(until_s)}"
+        handed = f"; its {blocks} blocks go to the others" if blocks else ""
+        return f"{name} has left: {reason}{back}{handed}"

@@ -1,0 +1,65 @@
+"""The server that `testbed/fuzz.py` sends nonsense to, in a process of its own: it multiplies all the while, and what
+comes out must be right. Says where it is and, when its standard input ends, how it went, a line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from ps.access_file import AccessFile
+from ps.jobs import Product
+from ps.operands import Operand
+from ps.server import Server
+
+SIZE = 32
+PATIENCE_S = 60.0
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    access = AccessFile(Path(sys.argv[1]))
+    said: list[str] = []
+    server = Server(heartbeat_s=0.2, listen=["tcp://127.0.0.1:0"], access=access)
+    server.notice = lambda text: said.append(text) if len(said) < 20 else None
+    server.start()
+    print(json.dumps({"plain": server.address, "encrypted": server.public_addresses[0], "key": server.public_key}))
+    sys.stdout.flush()
+    ended = threading.Event()
+    threading.Thread(target=_wait_for_the_end, args=(ended,), daemon=True).start()
+    rng, products, wrong = np.random.default_rng(0), 0, 0
+    while not ended.wait(1.0):
+        left, right = (rng.standard_normal((1, SIZE, SIZE), dtype=np.float32) for _ in range(2))
+        out, done = np.zeros((1, SIZE, SIZE), np.float32), threading.Event()
+        server.submit(Product(Operand(left), Operand(right), out, done.set))
+        if not done.wait(PATIENCE_S):
+            break
+        products += 1
+        wrong += not np.allclose(out, left @ right.transpose(0, 2, 1), rtol=1e-4, atol=1e-3)
+    server.stop()
+    outcome = {
+        "products": products,
+        "wrong": wrong,
+        "waits": not ended.is_set(),
+        "error": repr(server.error) if server.error else None,
+        "dropped": server.totals.dropped_messages,
+        "said": len(said),
+        "first_said": said[:20],
+        "longest_turn_s": server.totals.longest_turn_s,
+        "enrolled": len(access.read().enrolled),
+    }
+    print(json.dumps(outcome))
+    return 0
+
+
+def _wait_for_the_end(ended: threading.Event) -> None:
+    sys.stdin.read()
+    ended.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""A real agent on its owner's terms, with commands that stand in for Termux:API: unplugged in the middle of a block it
+leaves, says why, and comes back; and whatever its sensors do, it does not stay away for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from processes import FAST, LIMIT_S, Multiplication, agents
+
+from ps.planner import Plan
+from ps.server import Server
+
+if TYPE_CHECKING:
+    from conftest import Program, Serve, Start, Until
+
+ROWS, INNER, COLUMNS = 64, 96, 80
+# `python -m agent` as a slow phone: a row of a product of this inner length takes it a tenth of a second
+SLOW = f"""
+import sys, threading
+import agent.kernels, agent.worker
+agent.worker.PART_S = 1e-12
+fast = agent.kernels.NumpyKernel.product
+def product(self, left, right):
+    if left.shape[-1] == {INNER}:
+        print("computing a row", flush=True)
+        threading.Event().wait(0.1)
+    return fast(self, left, right)
+agent.kernels.NumpyKernel.product = product
+from agent.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Phone:
+    """What the stand-ins of Termux:API say of it, and its owner's rules."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rules_file = folder / "owner.toml"
+        (folder / "bin").mkdir()
+        self.command("termux-battery-status", f"cat '{folder}/battery.json'")
+        self.command("termux-wifi-connectioninfo", f"cat '{folder}/wifi.json'")
+        self.battery()
+        self.wifi(True)
+
+    def command(self, name: str, script: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def battery(self, plugged: str = "PLUGGED_AC", percentage: int = 80, temperature: float = 30.1) -> None:
+        status = "DISCHARGING" if plugged == "UNPLUGGED" else "CHARGING"
+        answer = {"health": "GOOD", "plugged": plugged, "status": status, "percentage": percentage}
+        self._write("battery.json", json.dumps(answer | {"temperature": temperature, "current": -820000}))
+
+    def rules(self, text: str) -> None:
+        self._write("owner.toml", text)
+
+    def wifi(self, on: bool) -> None:
+        ip, state = ("192.168.1.7", "COMPLETED") if on else ("0.0.0.0", "DISCONNECTED")
+        self._write("wifi.json", json.dumps({"ip": ip, "supplicant_state": state, "ssid": "<unknown ssid>"}))
+
+    def _write(self, name: str, text: str) -> None:
+        unfinished = self.folder / f"{name}.part"
+        unfinished.write_text(text)
+        unfinished.replace(self.folder / name)
+
+
+@pytest.fixture
+def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phone:
+    found = Phone(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CLEAVE_AGENT_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("CLEAVE_RULES", str(found.rules_file))
+    return found
+
+
+def two_tiles(server: Server) -> Multiplication:
+    """Half of the product for the first device, half for the second."""
+    tiles = np.array([(0, 1, 0, ROWS, 0, COLUMNS // 2), (0, 1, 0, ROWS, COLUMNS // 2, COLUMNS // 2)])
+    plan = Plan(tiles=tiles, device=np.array([0, 1]), fresh=np.ones((2, 2), bool), makespan_s=0.0)
+    return Multiplication(server, (1, ROWS, INNER, COLUMNS), plan)
+
+
+def watched(server: Server) -> tuple[list[dict[str, Any]], threading.Event]:
+    """The server's events of real devices, and a flag for the first that left."""
+    events: list[dict[str, Any]] = []
+    left = threading.Event()
+
+    def note(event: str, **fields: Any) -> None:
+        events.append({"event": event, **fields})
+        if event == "left":
+            left.set()
+
+    server.note, server.notice = note, lambda text: None
+    return events, left
+
+
+def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it_charges(
+    phone: Phone,
+    start: Start,
+    serve: Serve,
+    until: Until,
+    record_property: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = serve()
+    events, left = watched(server)
+    phone.rules("only_while_charging = true\n")
+    slow = start("-c", SLOW, "--ps", server.address, "--name", "phone", *FAST)
+    assert server.wait_for_devices(1, LIMIT_S)
+    monkeypatch.setenv("CLEAVE_RULES", os.devnull)
+    start("agent", "--ps", server.address, "--name", "other", *FAST)
+    assert server.wait_for_devices(2, LIMIT_S)
+    product = two_tiles(server)
+    slow.expect("computing a row")
+    unplugged = time.monotonic()
+    phone.battery("UNPLUGGED")
+    assert left.wait(LIMIT_S)
+    handed_back_s = time.monotonic() - unplugged
+    record_property("handed_back_s", handed_back_s)
+    print(f"handed back {handed_back_s:.2f} s after it was unplugged")
+    product.check()  # the other one has done it all
+    (departure,) = server.attendance.departures
+    assert (departure.name, departure.until_s) == ("phone", None)
+    assert departure.reason == "it is not charging (only_while_charging)"
+    assert departure.blocks == 1  # it was in the middle of it
+    assert server.totals.lost_devices == 0  # it said so itself
+    assert set(server.records.columns()["device"].tolist()) == {1}
+    slow.expect("not working: it is not charging")
+    assert sum("computing a row" in line for line in slow.said) < ROWS  # and it has stopped
+    phone.battery("PLUGGED_USB")
+    until(lambda: departure.back_s is not None, "it is back")
+    assert server.labels == ["phone", "other", "phone"]  # the same name, a new stay
+    assert [event["event"] for event in events] == ["real", "real", "left", "real"]
+
+
+def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
+    server = serve()
+    watched(server)
+    phone.rules("battery_above = 40\ntemperature_below = 38\nonly_on_wifi = true\n")
+    phone.battery(percentage=30, temperature=41.0)
+    agent = start("agent", "--ps", server.address, "--name", "phone", *FAST)
+    agent.expect("not working: the battery has 30%, not 40% (battery_above); it has 41.0 °C")
+    told = start("agent", "status")
+    assert told.wait() == 0
+    assert told.said[0].endswith("(battery_above); it has 41.0 °C, not below 38 °C (temperature_below)")
+    assert "suspended" in told.said[0]
+    assert told.said[1].startswith("the owner's rules do not allow it to work now: the battery has 30%")
+    assert server.devices == 0
+    phone.battery(percentage=80)
+    assert server.wait_for_devices(1, LIMIT_S)
+    told = start("agent", "status", "--json")
+    assert told.wait() == 0
+    status = json.loads(told.output)
+    assert (status["running"], status["may_work"], status["agent"]["state"]) == (True, True, "working")
+    assert status["network"] == "wifi"
+
+
+def test_a_device_that_leaves_for_the_night_says_until_when(phone: Phone, start: Start, serve: Serve) -> None:
+    server = serve()
+    _, left = watched(server)
+    agents(start, server, 1)
+    hour = (time.localtime().tm_hour + 2) % 24  # never now, whenever this test runs
+    phone.rules(f'hours = "{hour:02}:00-{hour:02}:01"\n')
+    assert left.wait(LIMIT_S)
+    (departure,) = server.attendance.departures
+    assert departure.reason == f"it works at {hour:02}:00-{hour:02}:01 only (hours)"
+    assert departure.until_s is not None
+    assert 0 < departure.until_s <= 2 * 3600
+
+
+def test_the_bytes_of_a_day_are_counted_over_starts_and_end_the_work(phone: Phone, start: Start, serve: Serve) -> None:
+    server = serve()
+    _, left = watched(server)
+    (agent,) = agents(start, server, 1)
+    Multiplication(server, (1, 200, 300, 200)).check()
+    moved = 4 * (200 * 300 + 300 * 200 + 200 * 200)
+    phone.rules(f'data_cap_a_day = "{moved} B"\n')
+    assert left.wait(LIMIT_S)
+    assert "are used for today (data_cap_a_day)" in server.attendance.departures[0].reason
+    agent.signal(signal.SIGTERM)
+    assert agent.wait() == 0
+    again = start("agent", "--ps", server.address, *FAST)
+    again.expect("are used for today (data_cap_a_day)")
+    kept = json.loads((phone.folder / "state" / "traffic.json").read_text())
+    assert moved <= kept["bytes"] < moved + 20_000
+
+
+def test_fewer_threads_begin_again_with_fewer_threads(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
+    server = serve()
+    watched(server)
+    agent = start("agent", "--ps", server.address, "--name", "phone", *FAST, "--threads", "2")
+    agent.expect("with 2 thread(s)")
+    assert server.wait_for_devices(1, LIMIT_S)
+    phone.rules("threads = 1\n")
+    agent.expect("with 1 thread(s)")
+    until(lambda: len(server.labels) == 2 and server.devices == 1, "it has joined again")
+    Multiplication(server, (1, 60, 70, 80)).check()
+
+
+def test_sensors_that_hang_keep_nobody_away_for_ever(phone: Phone, start: Start, serve: Serve) -> None:
+    server = serve()
+    phone.command("termux-battery-status", "sleep 1000 & wait")
+    phone.rules("only_while_charging = true\n")
+    agent = start("agent", "--ps", server.address, "--name", "phone", *FAST)
+    agent.expect(
+        "the rule only_while_charging cannot be followed: its sensor is missing; this device works all the same"
+    )
+    Multiplication(server, (1, 60, 70, 80)).check()
+
+
+def test_rules_that_cannot_be_read_are_said_and_those_from_before_stay(
+    phone: Phone, start: Start, serve: Serve, until: Until
+) -> None:
+    server = serve()
+    watched(server)
+    phone.rules("battery_above = 4000\n")
+    broken = start("agent", "--ps", server.address, *FAST)
+    assert broken.wait() == 2
+    assert re.fullmatch(r"agent: .*owner.toml: battery_above is 4000; it must be percent, .*", broken.output)
+    phone.rules("battery_above = 40\n")
+    (agent,) = agents(start, server, 1)
+    phone.rules("battery_above = \n")
+    agent.expect("the rules from before stay")
+    phone.battery(percentage=39)
+    until(lambda: server.devices == 0, "it has left by the rule from before")
+
+
+def test_a_phone_with_a_new_address_is_the_same_device_at_once(
+    phone: Phone, start: Start, serve: Serve, until: Until
+) -> None:
+    """Its old connection hangs, as one does whose network is gone; the server does not wait until it is missed."""
+    server = serve(heartbeat_s=30.0)  # so that silence alone would take minutes
+    noticed: list[str] = []
+    server.notice = noticed.append
+    (first,) = agents(start, server, 1)
+    first.signal(signal.SIGSTOP)  # what it holds, it holds for ever
+    (phone.folder / "state" / "name-agent-0.lock").unlink()  # as after a restart of the phone
+    product = Multiplication(server, (1, 64, 64, 64))
+    second: Program = start("agent", "--ps", server.address, "--name", "agent-0", *FAST)
+    product.check()
+    assert server.devices == 1
+    assert any("lost agent-0 (it has joined again from elsewhere)" in text for text in noticed)
+    assert second.running
