@@ -3,7 +3,7 @@
 #
 #   sh bootstrap.sh [--boot] [--wake-lock] 'cleave://...' [options of the agent]
 #   sh bootstrap.sh update                                 another agent, the options as they were
-#   cleave-agent start | stop | status | log | boot on | boot off | uninstall [--packages]
+#   cleave-agent start | stop | status | rules | log | boot on | boot off | uninstall [--packages]
 #
 # The server that hands this script out has written its address and the bundle's checksum into it. POSIX sh; every step
 # first looks whether it is done, and a file is moved to its place when it is whole: run it again after any trouble.
@@ -16,6 +16,7 @@ folder="${CLEAVE_HOME:-$HOME/.cleave}"
 boot_script="$HOME/.termux/boot/cleave-agent"
 bin="${PREFIX:-$HOME/.local}/bin"
 command="$bin/cleave-agent"
+export CLEAVE_AGENT_STATE="$folder/state" CLEAVE_RULES="$folder/owner.toml" # what the agent keeps is removed with it
 export ORT_DISABLE_TELEMETRY=1 # or ONNX Runtime makes itself an identity among your files as soon as it is loaded
 
 say() { printf 'cleave: %s\n' "$*"; }
@@ -27,14 +28,14 @@ fail() {
 
 usage() {
     fail "what shall it do? sh bootstrap.sh 'cleave://...' installs and starts the agent with an invitation; afterwards
-there is: cleave-agent start | stop | status | log | boot on | boot off | uninstall"
+there is: cleave-agent start | stop | status | rules | log | boot on | boot off | uninstall"
 }
 
 main() {
     case "${1-}" in
         start) start_agent ;;
         stop) stop_agent ;;
-        status) show_status ;;
+        status | rules) ask_agent "$@" ;;
         log) show_log ;;
         boot) boot "${2-}" ;;
         uninstall) uninstall "${2-}" ;;
@@ -69,6 +70,7 @@ install_all() {
     fetch_bundle
     install_command
     self_test
+    remember_origin
     remember "$folder/options" "$server" "$@"
     remember "$folder/kernel" ${kernel:+"$kernel"}
     offer_boot "$want_boot"
@@ -115,14 +117,17 @@ install_packages() {
         fail "this is not Termux, and Python's numpy and pyzmq are not there. In a proot Debian: apt install python3-numpy \
 python3-zmq; elsewhere: pip install numpy pyzmq. Then run the same command again."
     fi
+    if loads "numpy, zmq, onnxruntime"; then return; fi # the quick way, when it runs again
     if command -v dpkg >/dev/null && [ -n "$(dpkg --audit 2>/dev/null)" ]; then
         say "an earlier installation broke off: mending it"
         said=$(dpkg --configure -a 2>&1) || explain "mending Termux's packages (dpkg --configure -a)" "$said"
     fi
     command -v python >/dev/null || package python "Python"
     find_python
-    loads numpy || package python-numpy "NumPy"
-    loads numpy || fail "NumPy is installed but does not load. Try 'pkg upgrade', then run the same command again."
+    if ! loads numpy; then
+        package python-numpy "NumPy"
+        loads numpy || fail "NumPy is installed but does not load. Try 'pkg upgrade', then run the same command again."
+    fi
     install_zmq
     if ! loads onnxruntime; then
         say "installing ONNX Runtime; without it NumPy does the work"
@@ -231,6 +236,13 @@ remember() { # in file $1, one word a line
     mv -f "$file.part" "$file"
 }
 
+remember_origin() { # for the agent itself, which updates from there when the server asks for a later one
+    said=$(PYTHONPATH="$folder/agent.zip" "$python" -c 'import sys
+from agent.state import open_folder, update_state
+update_state(open_folder(), bundle_url=sys.argv[1], bundle_sha256=sys.argv[2])' "$URL/agent.zip" "$SHA256" 2>&1) ||
+        explain "writing into $folder" "$said"
+}
+
 update_all() {
     [ -s "$folder/options" ] || usage
     set --
@@ -314,8 +326,7 @@ start_agent() {
     set --
     while IFS= read -r option; do set -- "$@" "$option"; done <"$folder/options"
     if [ -s "$folder/kernel" ]; then set -- "$@" --kernel "$(cat "$folder/kernel")"; fi
-    PYTHONPATH="$folder/agent.zip" CLEAVE_AGENT_STATE="$folder/state" CLEAVE_STATE="$folder/state" \
-        nohup "$python" -m agent "$@" </dev/null >"$folder/agent.log" 2>&1 &
+    PYTHONPATH="$folder/agent.zip" nohup "$python" -m agent "$@" </dev/null >"$folder/agent.log" 2>&1 &
     pid=$!
     printf '%s\n' "$pid" >"$folder/agent.pid" || explain "writing $folder/agent.pid" ""
     say "the agent has started (process $pid); waiting for the server"
@@ -325,9 +336,12 @@ start_agent() {
             rm -f "$folder/agent.pid"
             fail "the agent ended at once: $(tail -n 3 "$folder/agent.log")"
         fi
-        if joined=$(grep -m 1 ' joined ' "$folder/agent.log"); then
+        if found=$(grep -m 1 -e ' joined ' -e ' not working: ' "$folder/agent.log"); then
             say "$(grep -m 1 ' kernel ' "$folder/agent.log" | cut -d ' ' -f 2-)"
-            say "${joined#* }: this phone works now"
+            case "$found" in
+                *" joined "*) say "${found#* }: this phone works now" ;;
+                *) say "${found#* }; it begins by itself when it may (cleave-agent rules)" ;;
+            esac
             return
         fi
         sleep 0.2
@@ -354,12 +368,10 @@ stop_agent() {
     return 0
 }
 
-show_status() {
+ask_agent() {
     [ -s "$folder/agent.zip" ] || fail "the agent is not installed"
-    if running; then say "running (process $pid)"; else say "not running; cleave-agent start"; fi
-    grep -m 1 ' kernel ' "$folder/agent.log" 2>/dev/null
-    tail -n 3 "$folder/agent.log" 2>/dev/null
-    return 0
+    find_python
+    PYTHONPATH="$folder/agent.zip" "$python" -m agent "$@"
 }
 
 show_log() {

@@ -7,6 +7,7 @@ that fails does not hold up the others. Scripts run inside Termux through `andro
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -144,7 +145,9 @@ class Deployment:
         return replace(self.show(phone, channel), log=said)
 
     def show(self, phone: Phone, channel: Channel) -> Phone:
-        code, said = channel.run("command -v cleave-agent >/dev/null || exit 66\ncleave-agent status", ORDER_S)
+        code, said = channel.run("cleave-agent status --json", ORDER_S)
+        if self._adb.dry:
+            return phone
         return replace(phone, ok=code == 0, log=said, **read_status(code, said))
 
     def stop(self, phone: Phone, channel: Channel) -> Phone:
@@ -173,18 +176,17 @@ CLEAVE_BUNDLE={PUSHED}/{NAME} sh "$script" {shlex.join(words)}"""
 
 
 def read_status(code: int, said: str) -> dict[str, Any]:
-    """Kernel, its speed and the state, from what `cleave-agent status` prints."""
-    if code == 66:
-        return {"state": "no agent: cleave phones start", "kernel": "", "gflops": None}
-    measured = re.search(r"kernel (\w+), ([\d.]+) GFLOP/s", said)
-    running = "cleave: running" in said
-    last = _last_line(said)
-    state = re.sub(r"^\d\d:\d\d:\d\d ", "", last) if running else "stopped"
-    return {
-        "state": state,
-        "kernel": measured[1] if measured else "",
-        "gflops": float(measured[2]) if measured else None,
-    }
+    """Kernel, its speed and the state, from what the agent on the phone says of itself."""
+    if code == 127:
+        return {"state": "no agent: cleave phones start"}
+    try:
+        status = json.loads(_last_line(said))
+        agent, running = status["agent"], status["running"]
+    except (ValueError, KeyError, TypeError):
+        return {"state": _last_line(said)}
+    state = ": ".join(str(agent.get(key)) for key in ("state", "why")) if running else "stopped"
+    gflops = agent["flops"] / 1e9 if isinstance(agent.get("flops"), float) else None
+    return {"state": state, "kernel": str(agent.get("kernel", "")), "gflops": gflops}
 
 
 def _last_line(said: str) -> str:

@@ -117,7 +117,8 @@ class Termux:
     def standin(self) -> Path:
         return self.root / "standin"
 
-    def make(self) -> Termux:
+    def make(self, onnxruntime: bool = False) -> Termux:
+        """`onnxruntime`: pkg has it; it takes a second to load."""
         for folder in (self.prefix / "bin", self.prefix / "lib/site-packages", self.home, self.standin / "repository"):
             folder.mkdir(parents=True)
         for tool in BASE_TOOLS.split():
@@ -136,6 +137,8 @@ class Termux:
         for name, folders in PACKAGES.items():
             parts = [SITE / folder for folder in folders if (SITE / folder).exists()]
             self.repository(name, "".join(f'ln -sf "{part}" "$PREFIX/lib/site-packages/"\n' for part in parts))
+        if not onnxruntime:
+            self.repository("python-onnxruntime", None)
         return self
 
     def repository(self, package: str, install: str | None) -> None:
