@@ -14,7 +14,14 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent.wire import Refused
+
+UPDATE_AGAIN_S = 300.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -123,10 +130,8 @@ def _lend(words: list[str]) -> int:
     log.info(
         "%d blocks in %.1f s of computing, %d failed", worker.tally.blocks, worker.tally.compute_s, worker.tally.failed
     )
-    if code == UPDATE:
-        from agent.update import update
-
-        code = update(folder)
+    if code == UPDATE and worker.outdated is not None:
+        code = _update(folder, worker.outdated, stop)
     if code == RESTART:
         log.info("beginning again")
         sys.stderr.flush()
@@ -134,6 +139,23 @@ def _lend(words: list[str]) -> int:
     if code != 2:
         status.tell("ended", "the owner stopped it" if stop.requested else "the run is over", None)
     return code
+
+
+def _update(folder: Path, refused: Refused, stop: SignalStop) -> int:
+    """Whether it worked or may work later: begin again. The exit code if somebody has to help, or wants us to end."""
+    from agent.errors import UserError
+    from agent.update import NotNow, update
+    from agent.worker import RESTART
+
+    try:
+        update(folder, refused)
+    except UserError as error:
+        print(f"agent: {error}", file=sys.stderr)
+        return 2
+    except NotNow as error:
+        logging.getLogger("agent").warning("no update yet: %s; trying again in %.0f s", error, UPDATE_AGAIN_S)
+        stop.wait(UPDATE_AGAIN_S)
+    return 0 if stop.requested else RESTART
 
 
 def _limit_threads(threads: int) -> None:

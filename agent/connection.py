@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 
@@ -24,6 +25,7 @@ from agent.wire import (
     WireError,
     decode,
     encode,
+    refusal_of_another_version,
     send_frames,
 )
 
@@ -89,7 +91,8 @@ class Connection:
             message = decode(frames)
         except VersionMismatch as error:
             self.their_version = error.theirs
-            return Refused(f"{error}; install the same release on both sides", final=True)
+            said = refusal_of_another_version(frames) or Refused("", final=True)
+            return replace(said, reason=f"{error}; install the same release on both sides", final=True)
         except WireError as error:
             log.warning("dropped a message from %s: %s", self.endpoint, error)
             return None

@@ -38,18 +38,18 @@ def know(folder: Path, name: str, threads: int, kernel: str | None, memory: str,
     """ValueError if the kernel that was asked for cannot be used."""
     path = folder / f"profile-{threads}-{kernel or 'any'}.json"
     profile = read_json(path)
-    if measure and not _is_ours(profile, threads):
+    if measure and not is_current(profile, threads):
         log.info("measuring this device, once; a few seconds")
         _measure(path, name, threads, kernel, memory)
         profile = read_json(path)
-    found = _picked(profile, threads) if _is_ours(profile, threads) else None
+    found = _picked(profile, threads) if is_current(profile, threads) else None
     if found is None:
         return Known(pick_kernel(kernel, threads), None)
     text = json.dumps(profile, separators=(",", ":"))
     return Known(found, text if len(text) <= MOST_BYTES else None)
 
 
-def _is_ours(profile: dict[str, Any], threads: int) -> bool:
+def is_current(profile: dict[str, Any], threads: int) -> bool:
     """Is it complete, and measured on what there is now?"""
     device = profile.get("device")
     return (
@@ -77,8 +77,18 @@ def _picked(profile: dict[str, Any], threads: int) -> Measured | None:
 
 
 def _measure(path: Path, name: str, threads: int, kernel: str | None, memory: str) -> None:
-    command = [sys.executable, "-m", "agent", "measure", "--quick", "--out", str(path), "--name", name]
-    command += ["--threads", str(threads), "--memory", memory, *(["--kernel", kernel] if kernel else [])]
+    command = [sys.executable, "-m", "agent", "measure", "--quick", "--faster", "--sustained", "0"]
+    command += [
+        "--out",
+        str(path),
+        "--name",
+        name,
+        "--threads",
+        str(threads),
+        "--memory",
+        memory,
+        *(["--kernel", kernel] if kernel else []),
+    ]
     here = str(Path(__file__).resolve().parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     try:

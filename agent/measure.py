@@ -48,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ps", metavar="ADDRESS", help="also measure the link to this server: tcp://HOST:PORT")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes and their order (%(default)s)")
+    parser.add_argument("--faster", action="store_true", help="only the kernel that is faster on a large product")
     parser.add_argument("--quick", action="store_true", help="a few seconds: enough to try it, not to calibrate")
 
 
@@ -75,6 +76,10 @@ def _run(options: argparse.Namespace) -> int:
             kernels = [kernel for kernel in kernels if kernel.name == options.kernel]
             if not kernels:
                 raise UserError(f"kernel {options.kernel} cannot be used here: {rejected.get(options.kernel)}")
+        picked = pick_kernel(options.kernel, options.threads)
+        if options.faster:
+            kernels = [picked.kernel]
+            rejected = picked.rejected
         if options.ps is not None:
             check_address(options.ps)
         path = options.out or Path(f"profile-{options.name}.json")
@@ -97,7 +102,12 @@ def _run(options: argparse.Namespace) -> int:
         "memory": {"available_bytes": available_memory(), "budget_bytes": memory_bytes},
         "kernels": [kernel.name for kernel in kernels],
         "rejected": rejected,
-        "picked": None,
+        "picked": {
+            "kernel": picked.kernel.name,
+            "flops": picked.flops,
+            "overhead_s": picked.overhead_s,
+            "rejected": picked.rejected,
+        },
         "link": None,
     }
     code = 0
@@ -106,13 +116,6 @@ def _run(options: argparse.Namespace) -> int:
             measuring.say(f"link to {options.ps}")
             profile["link"] = measure_link(options.ps)
         measuring.all()
-        picked = pick_kernel(options.kernel, options.threads)
-        profile["picked"] = {
-            "kernel": picked.kernel.name,
-            "flops": picked.flops,
-            "overhead_s": picked.overhead_s,
-            "rejected": picked.rejected,
-        }
         profile["complete"] = True
     except KeyboardInterrupt:
         measuring.say("interrupted: what was measured is written")

@@ -121,6 +121,8 @@ class Welcome:
 class Refused:
     reason: str
     final: bool  # False: join again
+    bundle_url: str = ""  # where an agent is that speaks the server's version; "" if it does not say
+    bundle_sha256: str = ""  # and its checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,9 @@ def encode(message: Message) -> list[Frame]:
         case Welcome():
             return [_head(Kind.WELCOME, 0), _dump({"heartbeat_s": message.heartbeat_s, "run": message.run})]
         case Refused():
-            return [_head(Kind.REFUSED, 0), _dump({"reason": message.reason, "final": message.final})]
+            refused: dict[str, Any] = {"reason": message.reason, "final": message.final}
+            bundle = {"bundle_url": message.bundle_url, "bundle_sha256": message.bundle_sha256}
+            return [_head(Kind.REFUSED, 0), _dump(refused | {key: value for key, value in bundle.items() if value})]
         case Leave():
             text = _dump({"reason": message.reason, "until_s": message.until_s})
             return [_head(Kind.LEAVE, len(message.devices)), message.devices, text]
@@ -255,8 +259,7 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
                 raise WireError("WELCOME without a heartbeat_s between 0.01 and 3600")
             return Welcome(float(heartbeat_s), _text(text, "run", "WELCOME"))
         case Kind.REFUSED:
-            text = _load(body, 0, 1, "REFUSED")
-            return Refused(_text(text, "reason", "REFUSED"), text.get("final") is True)
+            return _decode_refused(body)
         case Kind.LEAVE:
             text = _load(body, 1, 2, "LEAVE")
             until_s = text.get("until_s")
@@ -275,6 +278,24 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
                 raise WireError(f"PROBE with {len(body[1])} bytes, {size} were announced")
             return Probe(token, wanted, body[1])
     raise WireError(f"unknown kind of message: {kind}")
+
+
+def refusal_of_another_version(frames: Sequence[zmq.Frame | bytes]) -> Refused | None:
+    """REFUSED keeps its form in all versions, so that an old agent learns where a new one is. None if it is not one."""
+    buffers = [f if isinstance(f, bytes) else f.buffer for f in frames[:3]]
+    head = bytes(buffers[0])
+    if len(head) != _HEADER.size or head[5] != Kind.REFUSED:
+        return None
+    try:
+        return _decode_refused(buffers[1:])
+    except WireError:
+        return None
+
+
+def _decode_refused(body: Sequence[Any]) -> Refused:
+    text = _load(body, 0, 1, "REFUSED")
+    bundle = {key: _text(text, key, "REFUSED") for key in ("bundle_url", "bundle_sha256") if key in text}
+    return Refused(_text(text, "reason", "REFUSED"), text.get("final") is True, **bundle)
 
 
 def _decode_work(body: Sequence[Any], count: int, stamp_ns: int) -> Work:

@@ -109,7 +109,7 @@ class Worker:
         self._curve, self._on_welcome, self._tell = curve, on_welcome, tell
         self._kernel, self._part_flops = kernel, PART_S * float(join.profiles["flops"][0])
         self._memory_bytes = int(join.profiles["memory_bytes"].sum())
-        self._newer = False  # the server speaks a later version of the protocol
+        self.outdated: Refused | None = None  # what a server said that speaks a later version of the protocol
         self.tally = Tally()
 
     def run(self) -> int:
@@ -131,7 +131,7 @@ class Worker:
                 if isinstance(ending, Refused) and ending.final:
                     log.error("the server at %s refused this device: %s", self._endpoint, ending.reason)
                     self._tell("refused", ending.reason, None)
-                    return UPDATE if self._newer else 2
+                    return UPDATE if self.outdated else 2
                 if self._stop.requested or (self._once and isinstance(ending, Goodbye)):
                     break
                 if self._must_leave() is not None:
@@ -215,7 +215,8 @@ class Worker:
                                 self._on_welcome()
                         case Refused() | Goodbye() as ending:
                             log.info("the server said: %s", ending.reason)
-                            self._newer = (line.their_version or 0) > VERSION
+                            if isinstance(ending, Refused) and (line.their_version or 0) > VERSION:
+                                self.outdated = ending
                             return ending
                 line.beat()
                 if line.turned_away:

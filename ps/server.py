@@ -114,6 +114,7 @@ class Server:
         self.notice: Callable[[str], None] = log.warning
         self.note: Callable[..., None] = lambda event, **fields: None  # an event of a real device, for the results
         self.attendance = Attendance()
+        self.bundle = ("", "")  # where an agent of this version is, and its SHA-256; for agents that are too old
         self.error: BaseException | None = None
         self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
@@ -352,7 +353,8 @@ class Server:
             self._complained.add(identity)
             self.notice(f"dropped a message that makes no sense: {error}")
         final = isinstance(error, VersionMismatch)
-        self._shipping.reply(identity, Refused(f"{error}" + ("; update the agent" if final else ""), final=final))
+        text = f"{error}" + ("; update the agent" if final else "")
+        self._shipping.reply(identity, Refused(text, final, *(self.bundle if final else ("", ""))))
         if (peer := self._peers.get(identity)) is not None:
             self._lose(peer, "it sent what makes no sense")  # it may join again, its blocks do not wait for it
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -252,3 +254,73 @@ def test_a_phone_with_a_new_address_is_the_same_device_at_once(
     assert server.devices == 1
     assert any("lost agent-0 (it has joined again from elsewhere)" in text for text in noticed)
     assert second.running
+
+
+class Relay:
+    """A network between agent and server that can be cut without a word, as when a phone leaves the house."""
+
+    def __init__(self, address: str) -> None:
+        self._to = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._dead: list[socket.socket] = []
+        self._up, self._ended = True, False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def cut(self) -> None:
+        """What is open stays open and carries nothing any more; nothing new is let in."""
+        self._up = False
+
+    def mend(self) -> None:
+        """New connections work, the old ones never will."""
+        self._dead += list(self._pairs)
+        self._pairs = {}
+        self._up = True
+
+    def _run(self) -> None:
+        while not self._ended:
+            sources = [*self._pairs, self._listener] if self._up else []
+            for source in select.select(sources, [], [], 0.01)[0]:
+                if source is self._listener:
+                    one, two = self._listener.accept()[0], socket.create_connection(self._to)
+                    self._pairs |= {one: two, two: one}
+                elif source in self._pairs:
+                    data = source.recv(1 << 16)
+                    if data:
+                        self._pairs[source].sendall(data)
+                    else:
+                        other = self._pairs.pop(source)
+                        del self._pairs[other]
+                        source.close()
+                        other.close()
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+        for connection in (self._listener, *self._pairs, *self._dead):
+            connection.close()
+
+
+def test_a_phone_that_loses_its_network_and_finds_another_goes_on_as_the_same_device(
+    start: Start, serve: Serve, until: Until
+) -> None:
+    server = serve(heartbeat_s=0.2)
+    server.notice = lambda text: None
+    relay = Relay(server.address)
+    try:
+        agent = start("agent", "--ps", relay.address, "--name", "phone", *FAST)
+        assert server.wait_for_devices(1, LIMIT_S)
+        Multiplication(server, (1, 60, 70, 80)).check()
+        for stay in (2, 3):
+            relay.cut()
+            until(lambda: server.devices == 0, "it is missed")
+            product = Multiplication(server, (1, 60, 70, 80), seed=stay)
+            relay.mend()
+            product.check()  # by the same agent, on a new connection
+            assert server.labels == ["phone"] * stay
+        assert agent.running
+        until(lambda: sum("joined" in line for line in agent.said) == 3, "it has said so")
+    finally:
+        relay.close()

@@ -117,7 +117,7 @@ def results(draw: st.DrawFn) -> Result:
 messages: dict[str, st.SearchStrategy[Message]] = {
     "join": joins(),
     "welcome": st.builds(Welcome, st.floats(0.01, 3600), texts),
-    "refused": st.builds(Refused, texts, st.booleans()),
+    "refused": st.builds(Refused, texts, st.booleans(), texts, texts),
     "work": works(),
     "result": results(),
     "cancel": st.builds(Cancel, tables(REFERENCE)),
