@@ -69,12 +69,7 @@ class Serving:
         self._thread.start()
 
     def command(self, link: str) -> str:
-        """The one line to paste into Termux. It trusts nothing that comes over the line."""
-        checksum = hashlib.sha256(self.script).hexdigest()
-        return (
-            f"curl -fsSO {self.url}/bootstrap.sh && echo '{checksum}  bootstrap.sh' | sha256sum -c - "
-            f"&& sh bootstrap.sh '{link}'"
-        )
+        return paste(self.script, self.url, link)
 
     def letter(self, script: str) -> Letter:
         """Leave a script for one phone. Whoever knows its name, which nobody can guess, may fetch it and answer it."""
@@ -94,6 +89,14 @@ class Serving:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def paste(script: bytes, url: str, link: str) -> str:
+    """The one line for Termux. It trusts nothing that comes over the line, and the invitation does not travel."""
+    checksum = hashlib.sha256(script).hexdigest()
+    return (
+        f"curl -fsSO {url}/bootstrap.sh && echo '{checksum}  bootstrap.sh' | sha256sum -c - && sh bootstrap.sh '{link}'"
+    )
 
 
 class FileServer(ThreadingHTTPServer):

@@ -38,33 +38,58 @@ def invite(
 ) -> None:
     """Invite phones: prints a command to paste into Termux, also as a QR code, and serves what it fetches.
 
-    Stays until Ctrl-C: meanwhile phones can fetch three files over HTTP, read-only. The command carries their checksum.
-    A server must listen for invited devices, or do so later at the same address:
+    Phones fetch three files over HTTP, read-only; the command carries their checksum. They are served until Ctrl-C,
+    unless the run does it itself (server.files). A server must listen for invited devices:
 
     \b
-      cleave run quickstart --listen tcp://0.0.0.0:5555
-      cleave phones invite --uses 3
+      cleave run quickstart --listen tcp://0.0.0.0:5555 --set server.files=8733 --set fleet.phones=1
+      cleave phones invite
+      cleave phones invite --uses 3 --expires "2 h"
 
-    Exit code 0: ended by Ctrl-C. 2: an option is wrong, or it is not known where the server is.
+    Exit code 0: done, or ended by Ctrl-C. 2: an option is wrong, or it is not known where the server is.
     """
     import threading
 
     from agent.units import parse_duration
-    from android.serving import Serving
+    from android.bundle import bootstrap, build
+    from android.serving import Serving, paste
     from testbed.inviting import new_invitation, own_addresses
 
     own = own_addresses()
-    address = host or (own[0] if own else "127.0.0.1")
-    invited = new_invitation(_access(state), uses, parse_duration(expires), [host] if host else [])
-    with Serving("0.0.0.0", port, f"http://{address}:{port}") as serving:
-        command = serving.command(invited.link)
-        print(f"{_qr_code(command)}\n{command}\n", flush=True)
-        print(f"Paste it into Termux. Files at {serving.url} until Ctrl-C; to withdraw: ", end="")
-        print(f"cleave invitations revoke {invited.id}", flush=True)
+    url = f"http://{host or (own[0] if own else '127.0.0.1')}:{port}"
+    access = _access(state)
+    serving = (
+        None
+        if _is_served(url, port)
+        else Serving("127.0.0.1" if url.startswith("http://127.") else "0.0.0.0", port, url)
+    )
+    invited = new_invitation(access, uses, parse_duration(expires), [host] if host else [])
+    command = paste(bootstrap(build(), url), url, invited.link)
+    print(f"{_qr_code(command)}\n{command}\n", flush=True)
+    print(f"Paste it into Termux. To withdraw it: cleave invitations revoke {invited.id}", flush=True)
+    if serving is None:
+        print(f"The files are at {url}, from a server that runs already", flush=True)
+        return
+    with serving:
+        print(f"The files are at {url} until Ctrl-C", flush=True)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
             print("no longer served; phones that joined stay")
+
+
+def _is_served(url: str, port: int) -> bool:
+    """By a run with server.files, and the same agent."""
+    import http.client
+    import urllib.request
+
+    from android.bundle import bootstrap, build
+
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/bootstrap.sh", timeout=5) as answer:
+            return bool(answer.read(1 << 20) == bootstrap(build(), url))
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
 
 
 @phones_app.command()
