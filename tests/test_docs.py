@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import typer
 
 from agent.__main__ import _measure_parser, _parser
+from agent.owner import parse_rules
+from agent.rules import RULES, set_rule
 from ps.models import check_name
 from testbed.cli import app
 from testbed.plan import fleet_profiles
@@ -82,3 +85,18 @@ def test_a_command_about_emulation_is_understood(command: str) -> None:
     name, arguments = words[1], words[2:]
     commands: Any = typer.main.get_command(app)
     commands.commands[name].make_context(name, arguments)  # parses, and does not run
+
+
+def test_the_rules_that_the_page_for_owners_sets_can_be_set(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "owner.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^python -m agent .*$", page, re.MULTILINE)]
+    assert len(commands) >= 6
+    for words in commands:
+        match words[3:]:
+            case ["rules", "set", key, value]:
+                set_rule(tmp_path / "owner.toml", key, value)
+            case rest:
+                assert rest in (["rules"], ["status"])
+    examples = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)
+    assert {rule for rule, _ in examples} == set(RULES)
+    parse_rules(tomllib.loads("\n".join(f"{rule} = {value}" for rule, value in examples)))
