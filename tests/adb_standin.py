@@ -58,11 +58,19 @@ def main(words: list[str]) -> None:
             end(1, error=phone["reverse"])
         case ["reverse", "--remove", _]:
             end(0)
-        case ["reverse", there, _]:
+        case ["reverse", there, here]:
+            reverse(phone, there.removeprefix("tcp:"), here.removeprefix("tcp:"))
             end(0, there.removeprefix("tcp:"))
         case ["shell", *script]:
             shell(serial, phone, next(word for word in script if word != "-T"))
     end(1, error=f"adb: unknown command {command[0]}")
+
+
+def reverse(phone: dict[str, Any], there: str, here: str) -> None:
+    """The phone's loopback is this machine's: its curl is told where to go instead."""
+    path = Path(phone["environment"]["TERMUX_STANDIN"]) / "curlrc"
+    others = [line for line in path.read_text().splitlines() if f'"127.0.0.1:{there}:' not in line]
+    path.write_text("\n".join([*others, f'connect-to = "127.0.0.1:{there}:127.0.0.1:{here}"', ""]))
 
 
 def shell(serial: str, phone: dict[str, Any], script: str) -> None:

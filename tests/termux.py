@@ -8,13 +8,13 @@ and the processor is this machine's.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 BASE_TOOLS = """
     basename cat chmod cmp cp curl cut date dirname dpkg env false grep head kill ln ls mkdir mv nohup printf
@@ -100,6 +100,11 @@ echo "Successfully installed pyzmq-27.3.0"
 """
 
 
+_CURL = """#!/bin/sh
+exec /usr/bin/curl --config "$TERMUX_STANDIN/curlrc" "$@"
+"""
+
+
 @dataclass
 class Termux:
     root: Path
@@ -124,6 +129,9 @@ class Termux:
         for tool in BASE_TOOLS.split():
             found = next(p for d in ("/usr/bin", "/bin", "/usr/local/bin") if (p := Path(d) / tool).exists())
             self._link(self.prefix / "bin" / tool, found)
+        (self.prefix / "bin/curl").unlink()
+        self._script(self.prefix / "bin/curl", _CURL)
+        (self.standin / "curlrc").touch()
         self._link(self.prefix / "bin/sh", Path(f"/bin/{self.shell}"))
         self._script(self.prefix / "bin/pkg", _PKG)
         for lock in ("termux-wake-lock", "termux-wake-unlock"):
@@ -188,21 +196,19 @@ class Termux:
         path = self.standin / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
-    @property
-    def agent_pid(self) -> int | None:
-        try:
-            return int((self.home / ".cleave/agent.pid").read_text())
-        except (FileNotFoundError, ValueError):
-            return None
-
     def ours(self) -> list[str]:
         """Whatever lies in the home folder and among the commands, beyond what was there at first."""
         left = [str(p.relative_to(self.home)) for p in self.home.rglob("*")]
         return left + [p.name for p in (self.prefix / "bin").glob("cleave*")]
 
     def end(self) -> None:
-        if self.agent_pid is not None and Path(f"/proc/{self.agent_pid}/cmdline").exists():
-            os.kill(self.agent_pid, signal.SIGKILL)
+        """Whatever still runs in here, found by its environment, ends."""
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TERMUX_STANDIN") == str(self.standin):
+                    process.kill()
+            except (psutil.Error, OSError):  # gone, or somebody else's
+                continue
 
     def _script(self, path: Path, text: str) -> None:
         path.write_text(text)

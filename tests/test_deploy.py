@@ -242,7 +242,7 @@ def test_a_dry_run_prints_every_command_and_changes_nothing(desk: Desk, files: S
 
 def test_the_real_adb_without_a_phone_gives_clear_words_and_a_dry_run_an_example(tmp_path: Path) -> None:
     debian.program("adb", "adb")
-    environment = os.environ | {"CLEAVE_SERVER_STATE": str(tmp_path), "ANDROID_ADB_SERVER_PORT": "25037"}
+    environment = os.environ | {"CLEAVE_STATE": str(tmp_path), "ANDROID_ADB_SERVER_PORT": "25037"}
     cleave = [sys.executable, "-c", "from testbed.cli import main; main()", "phones"]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
