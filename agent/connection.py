@@ -18,6 +18,7 @@ from agent.wire import (
     MAX_FRAME_BYTES,
     Heartbeat,
     Join,
+    Leave,
     Message,
     Refused,
     VersionMismatch,
@@ -43,15 +44,16 @@ class Connection:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
-        join: Join,
+        join: Join | Leave,
         *,
         receive_ahead: int = 0,
         curve: Curve | None = None,
         count: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`receive_ahead`: messages taken off the network before they are asked for, at most; 0 is no limit.
-        `curve`: keys of an encrypted line; without them it is plain. `count` is told the bytes of every message."""
+        """`join`: what is said first. `receive_ahead`: messages taken off the network before they are asked for, at
+        most; 0 is no limit. `curve`: keys of an encrypted line; without them it is plain. `count`: told the bytes of
+        every message."""
         self.endpoint = endpoint
         self.their_version: int | None = None  # of the protocol, where it is not ours
         self._count = count

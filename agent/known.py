@@ -25,7 +25,7 @@ from agent.state import read_json
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 90.0
-MOST_BYTES = 256 << 10  # of a profile that is sent
+MOST_BYTES = 64 << 10  # of a profile that is sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ class Leave:
     devices: NDArray[np.uint32]
     reason: str
     until_s: float | None = None  # seconds from now until they may be back; None: nobody knows
+    name: str = ""  # of a device that has not joined, because it may not work: it says so, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,8 @@ def encode(message: Message) -> list[Frame]:
             bundle = {"bundle_url": message.bundle_url, "bundle_sha256": message.bundle_sha256}
             return [_head(Kind.REFUSED, 0), _dump(refused | {key: value for key, value in bundle.items() if value})]
         case Leave():
-            text = _dump({"reason": message.reason, "until_s": message.until_s})
+            left: dict[str, Any] = {"reason": message.reason, "until_s": message.until_s}
+            text = _dump(left | {"name": message.name} if message.name else left)
             return [_head(Kind.LEAVE, len(message.devices)), message.devices, text]
         case Goodbye():
             return [_head(Kind.GOODBYE, 0), _dump({"reason": message.reason})]
@@ -266,7 +268,8 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
             if until_s is not None and not (type(until_s) in (int, float) and 0 <= until_s <= MAX_AWAY_S):
                 raise WireError(f"LEAVE whose until_s is not a number of seconds up to {MAX_AWAY_S:g}")
             devices = _table(body[0], np.dtype("<u4"), count, "devices")
-            return Leave(devices, _text(text, "reason", "LEAVE"), None if until_s is None else float(until_s))
+            name = _text(text, "name", "LEAVE") if "name" in text else ""
+            return Leave(devices, _text(text, "reason", "LEAVE"), None if until_s is None else float(until_s), name)
         case Kind.GOODBYE:
             return Goodbye(_text(_load(body, 0, 1, "GOODBYE"), "reason", "GOODBYE"))
         case Kind.PROBE:

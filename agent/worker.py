@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 BACKOFF_S = (0.5, 30.0)
 PART_S = 0.25  # of computing, about; so long a block goes on after its device has left
 MEMORY_SLACK = 1.25  # pieces of blocks that were called off stay until their job ends
+EXCUSE_S = 3.0  # so long the server may take to hear why we do not join
+OF_THE_NETWORK = frozenset({"only_on_wifi", "data_cap_a_day"})
 RESTART, UPDATE = 75, 76  # exit codes for the one who started us: begin again; begin again with the server's version
 
 
@@ -109,6 +111,7 @@ class Worker:
         self._curve, self._on_welcome, self._tell = curve, on_welcome, tell
         self._kernel, self._part_flops = kernel, PART_S * float(join.profiles["flops"][0])
         self._memory_bytes = int(join.profiles["memory_bytes"].sum())
+        self._said_why = False  # why we do not work, to the server
         self.outdated: Refused | None = None  # what a server said that speaks a later version of the protocol
         self.tally = Tally()
 
@@ -122,7 +125,7 @@ class Worker:
                 if self._owner.restart:
                     return RESTART
                 if not self._owner.decision.may_work:
-                    self._wait_for_permission()
+                    self._wait_for_permission(context)
                     backoff_s = BACKOFF_S[0]
                     continue
                 served, begun, self._endpoint = self.tally.blocks, time.monotonic(), next(turns)
@@ -148,11 +151,17 @@ class Worker:
         finally:
             context.destroy(linger=500)
 
-    def _wait_for_permission(self) -> None:
-        """Until the owner's rules say something else, or the owner ends it."""
+    def _wait_for_permission(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Until the owner's rules say something else, or the owner ends it. The server is told, unless it has been, or
+        the rules are about its network."""
         decision = self._owner.decision
         log.info("not working: %s%s", decision.reason, _until(decision))
         self._tell("suspended", decision.reason, decision.until_s)
+        if not self._said_why and not decision.broken & OF_THE_NETWORK:
+            nobody = np.empty(0, "<u4")
+            excuse = Leave(nobody, decision.reason, decision.until_s, self._join.labels[0])
+            Connection(context, self._endpoint, excuse, curve=self._curve, count=self._owner.count).close(EXCUSE_S)
+        self._said_why = False
         poller = zmq.Poller()
         for source in (self._stop.fileno(), self._owner.fileno()):
             poller.register(source, zmq.POLLIN)
@@ -182,6 +191,7 @@ class Worker:
                 if (leave := self._must_leave()) is not None:
                     self._return(line, computer)
                     line.send(leave)
+                    self._said_why = line.joined is not None
                     line.close(linger_s=1.0)
                     log.info("left: %s", leave.reason)
                     return None

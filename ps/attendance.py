@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from agent.units import format_duration
 
 MOST = 1000  # departures and devices of which something is kept
-MOST_PROFILE = 1 << 18  # characters of a profile
+MOST_PROFILE = 1 << 16  # characters of a profile
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Attendance:
         self.present: set[int] = set()  # those of them that are there now
         self.departures: list[Departure] = []
         self.about: dict[str, dict[str, str]] = {}  # what they say of themselves, by name: a stranger's text
+        self.away: dict[str, str] = {}  # devices that have not joined because their owner does not allow it -> why
         self._connection: dict[str, bytes] = {}  # device as it calls itself -> its connection
 
     def joined(
@@ -44,6 +45,8 @@ class Attendance:
             return b""
         self.real.update(ids)
         self.present.update(ids)
+        for label in labels:
+            self.away.pop(label, None)
         for departure in self.departures:
             if departure.back_s is None and departure.name in labels:
                 departure.back_s = at_s
@@ -67,6 +70,17 @@ class Attendance:
             return ""
         if len(self.departures) < MOST:
             self.departures.append(Departure(name, reason, until_s, blocks, at_s))
-        back = "" if until_s is None else f"; it may be back in {format_duration(until_s)}"
+        back = _back(until_s)
         handed = f"; its {blocks} blocks go to the others" if blocks else ""
         return f"{name} has left: {reason}{back}{handed}"
+
+    def stays_away(self, name: str, reason: str, until_s: float | None) -> str:
+        """What to tell people of a device that would like to join and may not; empty if it has been told."""
+        if self.away.get(name) == reason or (name not in self.away and len(self.away) >= MOST):
+            return ""
+        self.away[name] = reason
+        return f"{name} stays away: {reason}{_back(until_s)}"
+
+
+def _back(until_s: float | None) -> str:
+    return "" if until_s is None else f"; it may be back in {format_duration(until_s)}"

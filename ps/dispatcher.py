@@ -259,7 +259,7 @@ class Dispatcher(Assignments):
             lost += [key for key in held if not self._given_up(*key, turn)]
             self._waiting_total -= int(self._waiting[device])
             self._waiting[device] = 0
-            self.devices[device] = Device(record.credit_blocks, record.memory_bytes, record.round_trip_s, alive=False)
+            self.devices[device] = record.gone()
             turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
         for device in devices:

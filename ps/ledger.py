@@ -37,6 +37,9 @@ class Job:
         return self.request.shape
 
 
+_NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
+
+
 @dataclass(slots=True)
 class Device:
     credit_blocks: int
@@ -51,6 +54,12 @@ class Device:
     free_s: float = 0.0  # when, by the model, it has done all that it was sent
     refusals: int = 0
     alive: bool = True
+
+    def gone(self) -> Device:
+        """What stays of it for the results; it holds nothing, and takes next to no room: many may come and go."""
+        return Device(
+            self.credit_blocks, self.memory_bytes, self.round_trip_s, _NO_QUEUE, _NO_QUEUE, set(), alive=False
+        )
 
     def take(self, key: tuple[int, int], size_bytes: int, seconds: float, now_s: float) -> None:
         """This block is sent to it now."""

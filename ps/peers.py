@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +76,12 @@ class Peer:
         if held := self._kept.pop(operand, None):
             self._released += held.ids
 
+    def close(self) -> None:
+        """It is gone. Its devices keep their numbers for the results, and little else: many may come and go."""
+        self.outbox, self.streams = _NOTHING_MORE, _NOTHING_MORE
+        self.about, self._of_job, self._kept, self._lent, self._borrowers = {}, {}, {}, {}, _NO_BORROWERS
+        self._released = []
+
     @property
     def owes_release(self) -> bool:
         return bool(self._released)
@@ -82,6 +89,10 @@ class Peer:
     def take_released(self) -> NDArray[np.uint32]:
         pieces, self._released = np.array(self._released, np.uint32), []
         return pieces
+
+
+_NOTHING_MORE: deque[Any] = deque(maxlen=0)  # whatever is put there is gone
+_NO_BORROWERS: Counter[int] = Counter()
 
 
 def printable(label: str) -> str:

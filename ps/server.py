@@ -340,6 +340,9 @@ class Server:
                 case Leave() if peer is not None:
                     self._take_answers()  # what it returned before it left counts
                     self._leave(peer, message)
+                case Leave(name=name) if peer is None and name:
+                    if not key or (self._door and self._door.may_probe(key, 0) is None):
+                        self._stays_away(printable(name), printable(message.reason), message.until_s)
                 case _ if peer is None:
                     self._shipping.reply(identity, Refused("this server does not know you: join first", final=False))
                 case _:
@@ -407,9 +410,15 @@ class Server:
                 self.note("left", name=self.labels[device], reason=reason, until_s=until_s, blocks=blocks)
         self._forget(leaving)
 
+    def _stays_away(self, name: str, reason: str, until_s: float | None) -> None:
+        if text := self.attendance.stays_away(name, reason, until_s):
+            self.notice(text)
+            self.note("away", name=name, reason=reason, until_s=until_s)
+
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
+        peer.close()
         if self._door is not None:
             self._door.left([peer.key])
         gone = [d for d in peer.ids if self._dispatcher.devices[d].alive]

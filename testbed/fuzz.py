@@ -220,7 +220,7 @@ def _server(folder: Path, log: IO[str]) -> Iterator[tuple[subprocess.Popen[str],
 @contextmanager
 def _honest_agent(address: str) -> Iterator[None]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "agent", "--ps", address, "--kernel", "numpy", "--name", "honest"],
+        [sys.executable, "-m", "agent", "--ps", address, "--kernel", "numpy", "--name", "honest", "--once"],
         stderr=subprocess.DEVNULL,
     )
     try:

@@ -50,6 +50,7 @@ def wait_for_phones(server: Server, count: int, patience_s: float, display: Disp
             interrupts.check()
             if time.monotonic() > deadline:
                 away = "".join(f"; {d.name} has left: {d.reason}" for d in attendance.departures if d.back_s is None)
+                away += "".join(f"; {name} stays away: {reason}" for name, reason in list(attendance.away.items())[:5])
                 raise PhonesError(
                     f"{there()} phones joined within {format_duration(patience_s)}{away}. One joins with "
                     f"{joining(server)}. To wait longer: --set fleet.phones_wait='1 h'; to go on with fewer: "

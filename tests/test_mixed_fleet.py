@@ -140,7 +140,8 @@ def test_a_device_that_comes_and_goes_for_ever_is_kept_within_bounds() -> None:
         attendance.joined([number], [name], {"device": name, "profile": "x" * 10**6}, b"%d" % number, float(number))
         attendance.left(number, name, "why not", None, 0, float(number))
         attendance.gone([number])
-    assert len(attendance.departures) == len(attendance.about) == MOST
+        attendance.stays_away(f"other {number}", "why not", None)
+    assert len(attendance.departures) == len(attendance.about) == len(attendance.away) == MOST
     assert sum(len(text) for about in attendance.about.values() for text in about.values()) < 10**6
     assert not attendance.present
 

@@ -148,7 +148,7 @@ def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it
 
 def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
     server = serve()
-    watched(server)
+    events, _ = watched(server)
     phone.rules("battery_above = 40\ntemperature_below = 38\nonly_on_wifi = true\n")
     phone.battery(percentage=30, temperature=41.0)
     agent = start("agent", "--ps", server.address, "--name", "phone", *FAST)
@@ -158,9 +158,13 @@ def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: S
     assert told.said[0].endswith("(battery_above); it has 41.0 °C, not below 38 °C (temperature_below)")
     assert "suspended" in told.said[0]
     assert told.said[1].startswith("the owner's rules do not allow it to work now: the battery has 30%")
-    assert server.devices == 0
+    until(lambda: "phone" in server.attendance.away, "the server knows why it does not join")
+    assert server.attendance.away["phone"].startswith("the battery has 30%, not 40% (battery_above); it has 41.0 °C")
+    assert [event["event"] for event in events] == ["away"]
+    assert server.devices == len(server.labels) == 0
     phone.battery(percentage=80)
     assert server.wait_for_devices(1, LIMIT_S)
+    assert not server.attendance.away
     told = start("agent", "status", "--json")
     assert told.wait() == 0
     status = json.loads(told.output)

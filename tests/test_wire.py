@@ -122,7 +122,7 @@ messages: dict[str, st.SearchStrategy[Message]] = {
     "result": results(),
     "cancel": st.builds(Cancel, tables(REFERENCE)),
     "heartbeat": st.just(Heartbeat()),
-    "leave": st.builds(Leave, tables(np.dtype("<u4")), texts, st.none() | st.floats(0, 1e8)),
+    "leave": st.builds(Leave, tables(np.dtype("<u4")), texts, st.none() | st.floats(0, 1e8), texts),
     "goodbye": st.builds(Goodbye, texts),
     "probe": st.builds(Probe, st.integers(0, 2**63 - 1), st.integers(0, MAX_PROBE_BYTES), st.binary(max_size=40)),
 }

@@ -1,5 +1,5 @@
 """`make bench`: the data plane, a training step, the emulator's density, rounds over thousands of devices, planning,
-the three clocks.
+encryption, the three clocks.
 
 What is compared is measured in one run, pass by pass in turn, best of several: machines are noisy, ratios less so.
 Results go to runs/bench-*/bench.json and, as a table, to the screen.
@@ -42,9 +42,9 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
     parser.add_argument(
         "--only",
-        default="abcde",
+        default="abcdeg",
         help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (minutes), "
-        "v virtual and other clocks (%(default)s)",
+        "g encryption, v virtual and other clocks (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
     options = parser.parse_args()
@@ -99,6 +99,11 @@ def main() -> int:
 
         display.say(f"(f) verification: {verification.BLOCKS:,} honest blocks of real training, then lies; minutes")
         rows += _verification(raw.setdefault("verification", verification.measure(say=display.say)))
+    if "g" in options.only:
+        from testbed.bench import encryption
+
+        display.say("(g) encryption: bytes a second and a step of a fleet, plain and encrypted in turn; about 90 s")
+        rows += _encryption(raw.setdefault("encryption", encryption.measure()))
     if "v" in options.only:
         from testbed.bench import clocks
 
@@ -210,6 +215,18 @@ def _verification(result: dict[str, Any]) -> list[Row]:
             )
         )
     return rows
+
+
+def _encryption(result: dict[str, Any]) -> list[Row]:
+    rows = []
+    for way in ("down", "up"):
+        rate, plain = (result[kind][way] for kind in ("encrypted", "plain"))
+        compared = f"plain {plain:.2f} GB/s; {result['encrypted']['cpu_s_a_gb']:.1f} s of the processor a GB"
+        rows.append(Row(f"(g) {way}, encrypted", f"{rate:.2f} GB/s", compared, rate / plain, "0.8 GB/s", rate >= 0.8))
+    step = result["step"]
+    took = f"{step['encrypted_s']:.2f} s, {100 * step['differs']:+.1f}%"
+    what = f"(g) step of {step['devices']} devices, encrypted"
+    return [*rows, Row(what, took, f"plain {step['plain_s']:.2f} s", None, "within 5%", abs(step["differs"]) <= 0.05)]
 
 
 def _clocks(result: dict[str, Any]) -> list[Row]:
