@@ -131,7 +131,7 @@ python3-zmq; elsewhere: pip install numpy pyzmq. Then run the same command again
     install_zmq
     if ! loads onnxruntime; then
         say "installing ONNX Runtime; without it NumPy does the work"
-        if said=$(pkg install -y python-onnxruntime 2>&1); then
+        if said=$(pkg install -y python-onnxruntime 2>&1 </dev/null); then
             note_package python-onnxruntime
         else
             say "ONNX Runtime could not be installed: $(printf '%s' "$said" | tail -n 1)"
@@ -141,7 +141,7 @@ python3-zmq; elsewhere: pip install numpy pyzmq. Then run the same command again
 
 package() {
     say "installing $2; a minute or two"
-    said=$(pkg install -y "$1" 2>&1) || explain "installing $2 (pkg install $1)" "$said"
+    said=$(pkg install -y "$1" 2>&1 </dev/null) || explain "installing $2 (pkg install $1)" "$said"
     note_package "$1"
 }
 
