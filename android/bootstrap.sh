@@ -155,6 +155,7 @@ install_zmq() { # Termux has no package of it; PyPI has wheels for Android since
     say "installing pyzmq"
     if ! said=$("$python" -m pip install --no-input --only-binary :all: pyzmq 2>&1); then
         case "$said" in
+            *"onnection broken"*) explain "installing pyzmq (pip install pyzmq)" "cannot connect" ;; # pip's last words mislead
             *"o matching distribution"*)
                 say "no ready-made pyzmq for this Python: building it, five to ten minutes"
                 for tool in libzmq clang cmake ninja; do package "$tool" "$tool"; done

@@ -8,16 +8,18 @@ and the processor is this machine's.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import debian
 import psutil
 
 BASE_TOOLS = """
-    basename cat chmod cmp cp curl cut date dirname dpkg env false grep head kill ln ls mkdir mv nohup printf
+    basename cat chmod cmp cp cut date dirname dpkg env false grep head kill ln ls mkdir mv nohup printf
     rm rmdir sed sha256sum sleep sort tail tee touch tr true uname wc
 """
 SITE = Path(sysconfig.get_path("purelib"))
@@ -90,9 +92,14 @@ _PIP = """#!/bin/sh
 printf 'pip %s\\n' "$*" >>"$TERMUX_STANDIN/calls"
 [ "$1" = --version ] && exit 0
 if [ -e "$TERMUX_STANDIN/no-network" ]; then
-    echo "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError'" >&2
+    echo "WARNING: Retrying (Retry(total=0, connect=None, read=None)) after connection broken" \\
+        "by 'NewConnectionError('[Errno 7] No address associated with hostname')': /simple/pyzmq/" >&2
+    none=yes
+fi
+case "$*" in *only-binary*) [ ! -e "$TERMUX_STANDIN/no-wheel" ] || none=yes ;; esac
+if [ -n "${none-}" ]; then
     echo "ERROR: Could not find a version that satisfies the requirement pyzmq (from versions: none)" >&2
-    echo "ERROR: Could not connect: Temporary failure in name resolution" >&2
+    echo "ERROR: No matching distribution found for pyzmq" >&2
     exit 1
 fi
 sh "$TERMUX_STANDIN/repository/pyzmq"
@@ -101,7 +108,7 @@ echo "Successfully installed pyzmq-27.3.0"
 
 
 _CURL = """#!/bin/sh
-exec /usr/bin/curl --config "$TERMUX_STANDIN/curlrc" "$@"
+exec {curl} --config "$TERMUX_STANDIN/curlrc" "$@"
 """
 
 
@@ -127,10 +134,9 @@ class Termux:
         for folder in (self.prefix / "bin", self.prefix / "lib/site-packages", self.home, self.standin / "repository"):
             folder.mkdir(parents=True)
         for tool in BASE_TOOLS.split():
-            found = next(p for d in ("/usr/bin", "/bin", "/usr/local/bin") if (p := Path(d) / tool).exists())
-            self._link(self.prefix / "bin" / tool, found)
-        (self.prefix / "bin/curl").unlink()
-        self._script(self.prefix / "bin/curl", _CURL)
+            if found := shutil.which(tool):  # elsewhere than on Debian there is no dpkg
+                self._link(self.prefix / "bin" / tool, Path(found))
+        self._script(self.prefix / "bin/curl", _CURL.format(curl=debian.program("curl", "curl")))
         (self.standin / "curlrc").touch()
         self._link(self.prefix / "bin/sh", Path(f"/bin/{self.shell}"))
         self._script(self.prefix / "bin/pkg", _PKG)

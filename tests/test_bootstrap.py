@@ -101,6 +101,17 @@ def test_without_an_onnx_runtime_to_be_had_numpy_does_the_work(termux: Termux, f
     assert server.wait_for_devices(1, 10.0)
 
 
+def test_without_a_ready_made_pyzmq_it_is_built(termux: Termux, files: Serving, serve: Serve) -> None:
+    server = serve()
+    (termux.standin / "no-wheel").touch()
+    for tool in ("libzmq", "clang", "cmake", "ninja"):
+        termux.repository(tool, "")
+    done = termux.sh(files.command(server.address) + " --unmeasured")
+    assert done.returncode == 0, done.stdout
+    assert "no ready-made pyzmq for this Python: building it" in done.stdout
+    assert server.wait_for_devices(1, 10.0)
+
+
 @pytest.mark.parametrize(
     ("shell", "missing_from"),
     [("dash", "pkg"), ("dash", "pip"), ("dash", "server"), ("bash", "pkg"), ("bash", "server")],

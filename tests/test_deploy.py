@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from termux import Termux
 
 from agent.errors import UserError
 from android.adb import STATES, Adb, Attached, parse_devices, parse_facts
+from android.bundle import build
 from android.channel import Channel
 from android.deploy import Deployment, Phone, Ports
 from android.serving import Serving
@@ -122,6 +124,15 @@ def test_two_phones_of_two_kinds_are_deployed_at_once_and_work_together(
     assert "joined" in (desk.folder / "logs/pixel-7-0abc.log").read_text()
     updated = deployment.each(deployment.update)  # the same bundle: nothing to restart
     assert all("runs already" in p.log for p in updated), updated
+    copy = desk.folder / "later"
+    shutil.copytree(ROOT / "agent", copy)
+    (copy / "__init__.py").write_text('"""A later agent."""\n')
+    with Serving("127.0.0.1", bundle=build(copy)) as later:
+        newer = desk.deployment(later, port)
+        assert [(p.ok, p.state) for p in newer.each(newer.update)] == [(True, "working: run")] * 2
+        for termux in desk.termuxes:
+            assert (termux.home / ".cleave/agent.zip").read_bytes() == later.bundle.data
+    assert sorted(server.labels) == sorted(["pixel-7-0abc", "sm-a536b-7021"] * 2)  # each came back
     stopped = deployment.each(deployment.stop)
     assert [p.state for p in stopped] == ["the agent has left"] * 2
     until(lambda: server.devices == 0, "the server knows that they have left")
