@@ -78,17 +78,17 @@ def _lend(words: list[str]) -> int:
     resources = contextlib.ExitStack()
     try:
         line = resources.enter_context(find_line(options.ps, options.invitation, options.state))
-        parse_size(options.memory)
+        rates = {"down_bps": parse_rate(options.down), "up_bps": parse_rate(options.up)}
+        latency_s, memory_bytes = parse_duration(options.latency), parse_size(options.memory)
         known = know(folder, options.name, threads, options.kernel, options.memory, not options.unmeasured)
         measured = known.measured
         profile = Profile(
             flops=measured.flops,
             overhead_s=measured.overhead_s,
-            down_bps=parse_rate(options.down),
-            up_bps=parse_rate(options.up),
-            latency_s=parse_duration(options.latency),
-            memory_bytes=parse_size(options.memory),
+            latency_s=latency_s,
+            memory_bytes=memory_bytes,
             credit_blocks=options.credit,
+            **rates,
         )
     except ValueError as error:
         print(f"agent: {error}", file=sys.stderr)
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency", default="10 ms", help="one-way latency to plan with (%(default)s)")
     parser.add_argument("--credit", type=_positive, default=64, help="blocks to hold at most (%(default)s)")
     parser.add_argument("--kernel", choices=("numpy", "onnxruntime"), help="instead of the faster one, measured")
-    parser.add_argument("--unmeasured", action="store_true", help="do not measure this device on its first start")
+    parser.add_argument("--unmeasured", action="store_true", help="do not measure this device; guess")
     parser.add_argument("--once", action="store_true", help="end when the run ends, do not wait for another")
     return parser
 

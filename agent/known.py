@@ -35,16 +35,19 @@ class Known:
 
 
 def know(folder: Path, name: str, threads: int, kernel: str | None, memory: str, measure: bool) -> Known:
-    """ValueError if the kernel that was asked for cannot be used."""
+    """`measure`: otherwise a moment's guess has to do. ValueError if the kernel that was asked for cannot be used."""
+    if not measure:
+        return Known(pick_kernel(kernel, threads), None)
     path = folder / f"profile-{threads}-{kernel or 'any'}.json"
     profile = read_json(path)
-    if measure and not is_current(profile, threads):
+    if not is_current(profile, threads):
         log.info("measuring this device, once; a few seconds")
         _measure(path, name, threads, kernel, memory)
         profile = read_json(path)
     found = _picked(profile, threads) if is_current(profile, threads) else None
     if found is None:
         return Known(pick_kernel(kernel, threads), None)
+    profile["device"]["name"] = name  # as it is called now
     text = json.dumps(profile, separators=(",", ":"))
     return Known(found, text if len(text) <= MOST_BYTES else None)
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from processes import FAST, LIMIT_S, Multiplication
 
-from agent.known import is_current
+from agent.known import is_current, know
 from ps.server import Server
 
 if TYPE_CHECKING:
@@ -132,6 +132,9 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
     assert not any("measuring" in line for line in again.said)
     assert server.profiles["flops"][1] == profile["picked"]["flops"]
 
+    renamed = know(own_state, "tablet", threads=1, kernel="numpy", memory="64 MB", measure=True).profile
+    assert renamed is not None
+    assert json.loads(renamed)["device"]["name"] == "tablet"
     assert is_current(kept, threads=1)  # but not for ever:
     assert not is_current(kept, threads=2)
     assert not is_current(kept | {"versions": kept["versions"] | {"numpy": "0.1"}}, threads=1)
