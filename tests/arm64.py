@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import debian
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ("numpy", "pyzmq", "onnxruntime", "flatbuffers", "packaging", "protobuf")
 DEBS = ("python3", "libstdc++6", "libgomp1")
+KEPT_S = 7 * 86400.0  # how long a folder of other versions stays: a test elsewhere may be in it
 
 
 def command(root: Path, python_path: str, *words: str) -> list[str]:
@@ -44,7 +46,8 @@ def rootfs() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "ready").exists():
             for old in Path("/var/tmp").glob("cleave-arm64-*"):
-                shutil.rmtree(old)
+                if old == folder or time.time() - old.stat().st_mtime > KEPT_S:
+                    shutil.rmtree(old)
             _make(folder, pinned)
             shutil.copy(qemu, folder / "usr/bin/qemu-aarch64-static")
             (folder / "ready").touch()
@@ -60,10 +63,11 @@ def _make(folder: Path, wheels: list[str]) -> None:
     _run([*apt, "install", "-y", "--download-only", *DEBS])
     for package in sorted((work / "cache/archives").glob("*.deb")):
         _run(["dpkg-deb", "--extract", str(package), str(folder)])
+    python = next((folder / "usr/bin").glob("python3.*")).name.removeprefix("python")
     platforms = [f"--platform=manylinux_2_{glibc}_aarch64" for glibc in (28, 27, 26, 17)]
-    abis = [f"--abi={abi}" for abi in ("cp311", "abi3", "none")]
+    abis = [f"--abi={abi}" for abi in (f"cp{python.replace('.', '')}", "abi3", "none")]
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--implementation=cp"]
-    fitting = ["--python-version=3.11", *abis, *platforms, "--platform=manylinux2014_aarch64"]
+    fitting = [f"--python-version={python}", *abis, *platforms, "--platform=manylinux2014_aarch64"]
     _run([*download, *fitting, f"--dest={work / 'wheels'}", *wheels])
     for wheel in (work / "wheels").glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
