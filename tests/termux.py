@@ -19,7 +19,7 @@ import debian
 import psutil
 
 BASE_TOOLS = """
-    basename cat chmod cmp cp cut date dirname dpkg env false grep head kill ln ls mkdir mv nohup printf
+    basename cat chmod cmp cp cut date dirname env false grep head kill ln ls mkdir mv nohup printf
     rm rmdir sed sha256sum sleep sort tail tee touch tr true uname wc
 """
 SITE = Path(sysconfig.get_path("purelib"))
@@ -83,6 +83,15 @@ for name in "$@"; do
 done
 """
 
+_DPKG = r"""#!/bin/sh
+printf 'dpkg %s\n' "$*" >>"$TERMUX_STANDIN/calls"
+case "$*" in
+    --audit) cat "$TERMUX_STANDIN/half-installed" 2>/dev/null ;;
+    "--configure -a") rm -f "$TERMUX_STANDIN/half-installed" ;;
+esac
+exit 0
+"""
+
 _PYTHON = """#!/bin/sh
 if [ "$1 $2" = "-m pip" ]; then shift 2; exec "$TERMUX_STANDIN/pip" "$@"; fi
 PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}$PREFIX/lib/site-packages" exec {python} -s -S "$@"
@@ -134,12 +143,14 @@ class Termux:
         for folder in (self.prefix / "bin", self.prefix / "lib/site-packages", self.home, self.standin / "repository"):
             folder.mkdir(parents=True)
         for tool in BASE_TOOLS.split():
-            if found := shutil.which(tool):  # elsewhere than on Debian there is no dpkg
-                self._link(self.prefix / "bin" / tool, Path(found))
+            found = shutil.which(tool)
+            assert found is not None, tool
+            self._link(self.prefix / "bin" / tool, Path(found))
         self._script(self.prefix / "bin/curl", _CURL.format(curl=debian.program("curl", "curl")))
         (self.standin / "curlrc").touch()
         self._link(self.prefix / "bin/sh", Path(f"/bin/{self.shell}"))
         self._script(self.prefix / "bin/pkg", _PKG)
+        self._script(self.prefix / "bin/dpkg", _DPKG)
         for lock in ("termux-wake-lock", "termux-wake-unlock"):
             self._script(self.prefix / "bin" / lock, f'#!/bin/sh\nprintf "{lock}\\n" >>"$TERMUX_STANDIN/calls"\n')
         for name, said in (("termux-battery-status", BATTERY), ("termux-wifi-connectioninfo", WIFI)):

@@ -231,11 +231,13 @@ def test_an_installation_killed_at_any_moment_is_mended_by_the_next(
         (termux.home / "killed.sh").write_text(text)
         killed = termux.sh(f"exec sh killed.sh {server.address} --kernel numpy --unmeasured")
         assert killed.returncode == -9, killed.stdout
+    (termux.standin / "half-installed").write_text("The following packages are only half configured: python\n")
     folder = termux.home / ".cleave"
     for name in ("agent.zip", "agent.zip.part", "agent.pid", "options.part"):
         (folder / name).write_bytes(b"half")
     mended = termux.sh(f"sh bootstrap.sh {server.address} --kernel numpy --unmeasured")
     assert mended.returncode == 0, mended.stdout
+    assert "an earlier installation broke off: mending it" in mended.stdout
     assert server.wait_for_devices(1, 10.0)
 
 
