@@ -26,16 +26,16 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_private(path: Path, text: str, durable: bool = True) -> None:
-    """A reader finds the old file or the new one; also after a power cut, if it is durable."""
+def write_private(path: Path, text: str, *, durable: bool = True) -> None:
+    """A reader finds the old file or the new one; if it is durable, also after a power cut."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
+                file.flush()
                 if durable:
-                    file.flush()
                     os.fsync(descriptor)
             part.replace(path)
         except BaseException:

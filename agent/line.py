@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ def find_line(address: str | None, link: str | None, state: str | None) -> Itera
     """Holds the device's keys as long as it is used: two agents with one identity would drive each other out."""
     if address is not None:
         check_address(address)
+        if not re.match(r"tcp://(127\.|localhost:|\[::1\])", address):
+            log.warning("servers take devices from other machines only with an invitation: --invitation LINK")
         yield Line([address], None, "", lambda: None)
         return
     given = parse_link(link) if link is not None else None

@@ -46,7 +46,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sustained", type=_seconds, default=10.0, metavar="SECONDS", help="without a pause, to see throttling"
     )
-    parser.add_argument("--ps", metavar="ADDRESS", help="also measure the link to this server: tcp://HOST:PORT")
+    link = parser.add_mutually_exclusive_group()
+    link.add_argument("--ps", metavar="ADDRESS", help="also measure the link to this server: tcp://HOST:PORT")
+    link.add_argument("--invited", action="store_true", help="the link to the server that has invited this device")
+    parser.add_argument("--state", metavar="FOLDER", help="of --invited: where keys and the server are remembered")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes and their order (%(default)s)")
     parser.add_argument("--faster", action="store_true", help="only the kernel that is faster on a large product")
     parser.add_argument("--quick", action="store_true", help="a few seconds: enough to try it, not to calibrate")
@@ -66,6 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     # after the threads of BLAS are set, which reads them when NumPy is first imported
     from agent.errors import UserError
     from agent.kernels import available_kernels, pick_kernel
+    from agent.line import find_line
     from agent.probe import check_address, measure_link
     from agent.units import parse_size
 
@@ -112,9 +116,10 @@ def _run(options: argparse.Namespace) -> int:
     }
     code = 0
     try:
-        if options.ps is not None:
-            measuring.say(f"link to {options.ps}")
-            profile["link"] = measure_link(options.ps)
+        if options.ps is not None or options.invited:
+            with find_line(options.ps, None, options.state) as line:
+                measuring.say(f"link to {line.endpoints[0]}")
+                profile["link"] = measure_link(line.endpoints[0], line.curve)
         measuring.all()
         profile["complete"] = True
     except KeyboardInterrupt:

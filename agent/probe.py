@@ -1,6 +1,7 @@
 """The link to a server, measured: round trips of small messages, then larger ones, one way at a time.
 
-A PROBE says how many bytes the answer shall have; the server answers at once, also to somebody who has not joined.
+A PROBE says how many bytes the answer shall have; the server answers at once, also to somebody who has not joined but
+may: on its own machine, or with a key that it knows.
 What a larger message takes longer than a small one is its transfer.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import zmq
 
 from agent.errors import UserError
+from agent.keys import Curve
 from agent.wire import MAX_FRAME_BYTES, MAX_PROBE_BYTES, Probe, Refused, WireError, decode, encode, send_frames
 
 ROUND_TRIPS = 20
@@ -27,12 +29,14 @@ def check_address(address: str) -> None:
         raise UserError(f"--ps is {address!r}; give an address such as tcp://192.0.2.7:5555")
 
 
-def measure_link(address: str) -> dict[str, Any]:
+def measure_link(address: str, curve: Curve | None = None) -> dict[str, Any]:
     """Raw samples: seconds of round trips, and of what went down and up bytes, seconds, and those of the processor."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if curve is not None:
+            curve.apply(socket)
         socket.connect(address)
         kept: list[Any] = []
         _trip(socket, address, 0, 0, 0, kept)  # the first one also connects

@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any], durable: bool = True) -> None:
-    write_private(path, json.dumps(value, indent=1) + "\n", durable)
+    write_private(path, json.dumps(value, indent=1) + "\n", durable=durable)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Which devices are real, who of them is there, and why the others left: for people, the planner does not ask.
+"""How many devices are there, and how another thread waits for them; which are real, and why some of them left.
 
-The server treats all devices alike; a pod says of itself that it is one, whoever does not is a real device.
-Whatever a device says of itself is kept within bounds, however often it comes and goes.
+The planner asks for none of this. A pod says of itself that it is one, whoever does not is a real device. Whatever a
+device says of itself is kept within bounds, however often it comes and goes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,22 +30,36 @@ class Departure:
 
 class Attendance:
     def __init__(self) -> None:
+        self.count = 0  # devices that are there now, of both kinds
         self.real: set[int] = set()  # devices, by id, that are not emulated; ids are never used twice
         self.present: set[int] = set()  # those of them that are there now
         self.departures: list[Departure] = []
         self.about: dict[str, dict[str, str]] = {}  # what they say of themselves, by name: a stranger's text
         self.away: dict[str, str] = {}  # devices that have not joined because their owner does not allow it -> why
         self._connection: dict[str, bytes] = {}  # device as it calls itself -> its connection
+        self._over = False
+        self._changed = threading.Condition()
+
+    # ---- for other threads
+
+    def wait_for(self, count: int, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.count >= count or self._over, timeout_s)
+
+    def wait_for_real(self, count: int, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self.present) >= count or self._over, timeout_s)
+
+    # ---- the server's thread
 
     def joined(
         self, ids: Sequence[int], labels: Sequence[str], about: Mapping[str, str], identity: bytes, at_s: float
     ) -> bytes:
-        """Real devices have come. The connection by which the same device was here before, if it had another one, or
-        nothing: a phone that changes its network is back before its old connection is missed."""
+        """Devices want to take part. If they are real: the connection by which the same device was here before, if it
+        had another one, or nothing: a phone that changes its network is back before its old connection is missed."""
         if about.get("kind") == "pod":
             return b""
         self.real.update(ids)
-        self.present.update(ids)
         for label in labels:
             self.away.pop(label, None)
         for departure in self.departures:
@@ -61,8 +76,23 @@ class Attendance:
             self._connection[device] = identity
         return before if before != identity else b""
 
+    def arrived(self, ids: Sequence[int]) -> None:
+        """They take part from now on."""
+        with self._changed:
+            self.count += len(ids)
+            self.present.update(self.real.intersection(ids))
+            self._changed.notify_all()
+
     def gone(self, ids: Sequence[int]) -> None:
-        self.present.difference_update(ids)
+        with self._changed:
+            self.count -= len(ids)
+            self.present.difference_update(ids)
+
+    def end(self) -> None:
+        """Nobody will come any more: whoever waits need not."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
     def left(self, device: int, name: str, reason: str, until_s: float | None, blocks: int, at_s: float) -> str:
         """What to tell people; empty for an emulated device."""

@@ -160,7 +160,7 @@ class Door:
     def _enrol(self, key: str, token: str, name: str, now_s: float, known: bool) -> Enrolled | Refusal:
         """For good: what the file says at this moment decides, whoever else uses the same invitation."""
         try:
-            return self._access.change(lambda book: admit(book, key, token, name, now_s))
+            return self._access.change(lambda book: admit(book, key, token, name, now_s), durable=not known)
         except UserError as error:
             self._say_once("", f"{error}")
             found = self._book.find(key)
@@ -200,7 +200,7 @@ class Door:
 
     def _change(self, how: Callable[[Book], tuple[Book, None]]) -> None:
         try:
-            self._access.change(how)
+            self._access.change(how, durable=False)
         except UserError as error:
             self._say_once("", f"{error}")
 

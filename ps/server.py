@@ -126,14 +126,14 @@ class Server:
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
         self._checking = Checking(self._jobs, self.totals)
-        self._alive = 0
-        self._joined = threading.Condition()
         self._complained: set[bytes] = set()
         self._said_waiting = ""
         self._stopping = False
         self._goodbye = ""
         opened = open_router(host, port, listen, access, lambda text: self.notice(text))
         self._context, self._router, self.address, self._door = opened
+        self.public_addresses = self._door.addresses if self._door else []  # where devices elsewhere may join
+        self.public_key = self._door.public_key if self._door else ""
         self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals, self._clock)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
@@ -178,15 +178,6 @@ class Server:
             raise ServerError(f"the server has stopped: {self.error}")
         self._requests.add(something)
 
-    @property
-    def public_addresses(self) -> list[str]:
-        """Where devices elsewhere may join, if they may."""
-        return self._door.addresses if self._door else []
-
-    @property
-    def public_key(self) -> str:
-        return self._door.public_key if self._door else ""
-
     def trust(self, key: str, name: str, devices: int) -> None:
         """For this run the holder of this key may join without an invitation, with so many devices a connection."""
         if self._door is not None:
@@ -209,16 +200,10 @@ class Server:
     @property
     def devices(self) -> int:
         """How many devices are there now."""
-        return self._alive
+        return self.attendance.count
 
     def wait_for_devices(self, count: int, timeout_s: float) -> bool:
-        with self._joined:
-            return self._joined.wait_for(lambda: self._alive >= count or self.error is not None, timeout_s)
-
-    def wait_for_real_devices(self, count: int, timeout_s: float) -> bool:
-        present = self.attendance.present
-        with self._joined:
-            return self._joined.wait_for(lambda: len(present) >= count or self.error is not None, timeout_s)
+        return self.attendance.wait_for(count, timeout_s)
 
     def _now_s(self) -> float:
         return self._clock.now_ns() / 1e9
@@ -232,8 +217,7 @@ class Server:
             log.exception("the server's thread failed")
             self.error = error
         finally:
-            with self._joined:
-                self._joined.notify_all()
+            self.attendance.end()
             for live in list(self._jobs.values()):
                 live.product.done()  # whoever waits finds `error` set
             if self._door is not None:
@@ -380,9 +364,7 @@ class Server:
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
         self._handle(DevicesJoined(first, message.profiles))
-        with self._joined:
-            self._alive += len(new)
-            self._joined.notify_all()
+        self.attendance.arrived(new)
 
     def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
         assert self._door is not None, "only a door has keys"
@@ -431,8 +413,6 @@ class Server:
 
     def _forget(self, devices: list[int]) -> None:
         self.attendance.gone(devices)
-        with self._joined:
-            self._alive -= len(devices)
         self._handle(DevicesLeft(devices))
 
     def _begin(self, products: Sequence[Product]) -> None:
@@ -510,8 +490,6 @@ class Server:
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
                     self.attendance.gone([device])
-                    with self._joined:
-                        self._alive -= 1
                 case CheckJob(job=job):
                     complete.append(job)
                 case BlocksLost(loss=loss, devices=devices, blocks=blocks):
@@ -527,7 +505,7 @@ class Server:
         if reason == self._said_waiting:
             return
         self._said_waiting = reason
-        missing = "" if self._alive else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
+        missing = "" if self.devices else missing_ones([self.labels[d] for d in self.absent if d not in self.suspended])
         elsewhere = "; from elsewhere with an invitation: cleave invite" if self._door else ""
         help_ = f"One joins with: python -m agent --ps {self.address}{elsewhere}"
         self.notice(f"waiting for a device that can go on: {reason}{missing}. {help_}")

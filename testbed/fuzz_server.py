@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ PATIENCE_S = 60.0
 def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     access = AccessFile(Path(sys.argv[1]))
-    said: list[str] = []
+    said: Counter[str] = Counter()
     server = Server(heartbeat_s=0.2, listen=["tcp://127.0.0.1:0"], access=access)
-    server.notice = lambda text: said.append(text) if len(said) < 20 else None
+    server.notice = lambda text: said.update([text.split(":")[0].split(" (")[0]])
     server.start()
     print(json.dumps({"plain": server.address, "encrypted": server.public_addresses[0], "key": server.public_key}))
     sys.stdout.flush()
@@ -47,8 +48,7 @@ def main() -> int:
         "waits": not ended.is_set(),
         "error": repr(server.error) if server.error else None,
         "dropped": server.totals.dropped_messages,
-        "said": len(said),
-        "first_said": said[:20],
+        "said": dict(said.most_common(12)),
         "longest_turn_s": server.totals.longest_turn_s,
         "enrolled": len(access.read().enrolled),
     }

@@ -46,7 +46,7 @@ def wait_for_phones(server: Server, count: int, patience_s: float, display: Disp
         how = joining(server)
         display.say(f"waiting for {count} phones, at most {format_duration(patience_s)}. One joins with {how}")
     with display.phase("waiting for phones", lambda: len(attendance.present) / count, there):
-        while not server.wait_for_real_devices(count, PAUSE_S):
+        while not attendance.wait_for_real(count, PAUSE_S):
             interrupts.check()
             if time.monotonic() > deadline:
                 away = "".join(f"; {d.name} has left: {d.reason}" for d in attendance.departures if d.back_s is None)

@@ -4,6 +4,7 @@ and never sees a block."""
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -37,7 +38,7 @@ class Guarded:
 
     def __init__(self, folder: Path) -> None:
         self.access = AccessFile(folder / "server")
-        self.server = Server(heartbeat_s=0.1, listen=["tcp://127.0.0.1:0"], access=self.access)
+        self.server = Server(heartbeat_s=1.0, listen=["tcp://127.0.0.1:0"], access=self.access)
         self.said: list[str] = []
         self.server.notice = self.said.append
         self.server.start()
@@ -164,6 +165,20 @@ def test_a_key_of_the_run_may_bring_many_devices_and_is_not_written_down(guarded
     assert guarded.access.read().enrolled == ()
 
 
+def test_a_pod_with_a_key_of_the_run_works_over_an_encrypted_connection(start: Start, guarded: Guarded) -> None:
+    keys, server = Keys.new(), guarded.server
+    server.trust(keys.public, "pod", devices=20)
+    fleet = {
+        "profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * 20,
+        "labels": [f"emulated-{i}" for i in range(20)],
+        "curve": {"server": server.public_key, "secret": keys.secret},
+    }
+    start("emulator.pod", "--ps", guarded.endpoint, "--links", "off", stdin=json.dumps(fleet))
+    assert server.wait_for_devices(20, LIMIT_S)
+    Multiplication(server, (1, 120, 90, 110)).check()
+    assert guarded.refusals() == []
+
+
 # ---- those who may not
 
 
@@ -243,6 +258,21 @@ def test_a_stranger_cannot_measure_the_link(guarded: Guarded, knock: Knock) -> N
     answer = guest.receive()
     assert isinstance(answer, Probe)
     assert len(answer.data) == 1000
+
+
+def test_an_invited_device_measures_its_link(start: Start, guarded: Guarded, tmp_path: Path) -> None:
+    agent = start("agent", "--state", str(tmp_path / "a"), *FAST, "--invitation", guarded.invite())
+    assert guarded.server.wait_for_devices(1, LIMIT_S)
+    out = tmp_path / "profile.json"
+    measure = ("agent", "measure", "--quick", "--state", str(tmp_path / "a"), "--invited", "--out", str(out))
+    assert start(*measure).wait() == 2  # its keys are in use
+    agent.end()
+    program = start(*measure)
+    assert program.wait() == 0, program.output
+    link = json.loads(out.read_text())["link"]
+    assert link["address"] == guarded.endpoint
+    assert link["down"]
+    assert link["up"]
 
 
 def test_a_device_that_asks_for_probes_without_end_is_stopped(guarded: Guarded, knock: Knock) -> None:
@@ -352,6 +382,9 @@ def plain_with_user(endpoint: str, user: str, message: Message) -> socket.socket
     for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", b""), (b"User-Id", user.encode())):
         ready += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
     line.sendall(greeting + bytes([4, len(ready)]) + ready)
+    heard = b""
+    while b"READY" not in heard:
+        heard += line.recv(4096)
     frames = [bytes(frame) for frame in encode(message)]
     for index, frame in enumerate(frames):
         line.sendall(bytes([index + 1 < len(frames), len(frame)]) + frame)
@@ -378,9 +411,13 @@ def test_nobody_answers_for_another_under_its_connections_name(guarded: Guarded,
     work = device.receive()
     assert isinstance(work, Work)
     device.close()
-    thief = knock(name=b"the phone")  # the name is free now, and the server may not have noticed
     answers = np.array([(0, b["job"], b["block"], DONE, 16, 0.0, 0) for b in work.blocks], ANSWER)
-    thief.send(Result(answers, np.zeros(16 * len(answers), np.float32)))
+    for _ in range(30):  # as soon as ZeroMQ sees that the name is free; the server may not have noticed yet
+        thief = knock(name=b"the phone")
+        thief.send(Result(answers, np.zeros(16 * len(answers), np.float32)))
+        if thief.socket.poll(1000):
+            break
+        thief.close()
     answer = thief.receive()
     assert isinstance(answer, Refused)
     assert "join first" in answer.reason

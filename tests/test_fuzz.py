@@ -23,7 +23,8 @@ def test_a_server_survives_nonsense_before_and_after_the_handshake() -> None:
     assert {"raw", "stranger", "invited", "plain"} <= set(outcome.sent)
     assert outcome.server["enrolled"] == outcome.sent["keys"] > 0  # they were in before they went wrong
     assert outcome.server["dropped"] > MESSAGES / 4
-    assert outcome.server["said"] < MESSAGES / 10
+    refusals = sum(count for text, count in outcome.server["said"].items() if text.startswith("refused"))
+    assert 0 < refusals <= 201  # not a line a message
 
 
 def test_an_outcome_that_is_not_well_says_so() -> None:

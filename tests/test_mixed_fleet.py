@@ -138,17 +138,22 @@ def test_a_device_that_comes_and_goes_for_ever_is_kept_within_bounds() -> None:
     for number in range(3 * MOST):
         name = f"device {number}"
         attendance.joined([number], [name], {"device": name, "profile": "x" * 10**6}, b"%d" % number, float(number))
+        attendance.arrived([number])
+        assert attendance.present == {number}
         attendance.left(number, name, "why not", None, 0, float(number))
         attendance.gone([number])
         attendance.stays_away(f"other {number}", "why not", None)
     assert len(attendance.departures) == len(attendance.about) == len(attendance.away) == MOST
     assert sum(len(text) for about in attendance.about.values() for text in about.values()) < 10**6
     assert not attendance.present
+    assert attendance.count == 0
 
 
 def test_pods_are_not_real_and_are_not_kept() -> None:
     attendance = Attendance()
     attendance.joined(range(5), ["e"] * 5, {"kind": "pod"}, b"pod", 0.0)
+    attendance.arrived(range(5))
+    assert attendance.count == 5
     assert attendance.left(3, "e", "it left (emulated)", None, 2, 1.0) == ""
     assert (attendance.real, attendance.departures) == (set(), [])
     assert np.array_equal(list(attendance.present), [])

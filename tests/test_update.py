@@ -159,7 +159,7 @@ def test_a_server_that_hands_out_nothing_at_present_is_asked_again_later(start: 
     program = old_agent(start, newer)
     newer.refuse(newer.url, "0" * 64)
     program.expect("no update yet: cannot fetch")
-    assert newer.asked.is_set()
+    assert newer.asked.wait(LIMIT_S)
     assert program.running
     os.kill(program.pid, 15)
     assert program.wait() == 0
