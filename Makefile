@@ -11,7 +11,7 @@ DEV := $(VENV)/.dev-installed
 CREATED := $(VENV)/.created
 
 .DEFAULT_GOAL := help
-.PHONY: help setup testbed image test lint bench chaos fuzz clean
+.PHONY: help setup testbed image test lint bench chaos fuzz phones clean
 
 help: ## list the targets
 	@echo "Cleave Testbed"
@@ -46,9 +46,12 @@ chaos: $(RUNTIME) ## seeded faults on the real dispatcher, checked after every e
 fuzz: $(RUNTIME) ## nonsense at a real server, before and after the handshake; MESSAGES=1000000 SEED=1
 	@$(BIN)/python -m testbed.fuzz --messages $(or $(MESSAGES),100000) --seed $(or $(SEED),0)
 
+phones: $(RUNTIME) ## deploy to every phone on adb; DRY=1 prints every adb command, PORT=5555 of the server
+	@$(BIN)/cleave phones start $(if $(DRY),--dry-run) $(if $(PORT),--server-port $(PORT))
+
 clean: ## remove .venv and caches; runs/ stays
 	@rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find agent ps emulator testbed tests netem_profiles -name __pycache__ -prune -exec rm -rf {} +
+	@find agent android ps emulator testbed tests netem_profiles -name __pycache__ -prune -exec rm -rf {} +
 
 # PYTHON=... chooses the interpreter; otherwise the first one found that is new enough.
 $(CREATED):

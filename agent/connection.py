@@ -67,6 +67,7 @@ class Connection:
         self.socket.setsockopt(zmq.RCVHWM, receive_ahead)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor: zmq.Socket[bytes] | None = None
         if curve is not None:
             curve.apply(self.socket)

@@ -6,6 +6,7 @@ and is written here byte by byte, so the `onnx` package is not needed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class OnnxKernel:
     name = "onnxruntime"
 
     def __init__(self, threads: int = 1) -> None:
+        os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # or it makes itself an identity among the user's files when it loads
         import onnxruntime
 
         onnxruntime.disable_telemetry_events()  # a volunteer's phone sends nothing but results

@@ -35,6 +35,7 @@ def measure_link(address: str, curve: Curve | None = None) -> dict[str, Any]:
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
         if curve is not None:
             curve.apply(socket)
         socket.connect(address)

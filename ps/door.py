@@ -186,8 +186,7 @@ class Door:
 
     def revoked(self, keys: Iterable[str]) -> set[str]:
         """Those of these keys that may be here no longer."""
-        book = self._read()
-        return {key for key in keys if (known := book.find(key)) is not None and known.revoked_s is not None}
+        return {device.key for device in self._read().enrolled if device.revoked_s is not None}.intersection(keys)
 
     def left(self, keys: Iterable[str]) -> None:
         """Devices with these keys have been here until now."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agent.errors import Failure, UserError
-from testbed import access_commands, cli_containers, cli_links, interrupts
+from testbed import access_commands, cli_containers, cli_links, interrupts, phone_commands
 
 app = typer.Typer(
     name="cleave",
@@ -32,6 +32,7 @@ access_commands.add_to(app)
 app.add_typer(cli_links.app, name="links")
 app.command()(cli_containers.image)
 app.command()(cli_containers.clean)
+app.add_typer(phone_commands.phones_app, name="phones")
 
 
 @app.callback()

@@ -19,11 +19,14 @@ from agent.clock import Clock, ScaledClock
 from agent.errors import Failure
 from agent.keys import Curve, Keys
 from agent.units import parse_duration
+from android.bundle import NAME
+from android.serving import Serving
 from emulator.fleet import Fleet
 from ps.access_file import AccessFile, server_folder
 from ps.attendance import Attendance
 from ps.executor import Engine
 from ps.jobs import Totals
+from ps.listening import is_loopback, split_endpoint
 from ps.planner import Planner
 from ps.records import Records
 from ps.server import HEARTBEAT_S, Server
@@ -32,6 +35,7 @@ from testbed.display import Display
 from testbed.ground import Ground
 from testbed.guests import wait_for_phones
 from testbed.inject import Injector, Targets, injecting
+from testbed.inviting import own_addresses
 from testbed.launch import Pods
 from testbed.pods import PodGroup
 from testbed.scenario import Launch, Scenario
@@ -185,7 +189,7 @@ def on_pods(
     except BaseException:
         server.stop()
         raise
-    with pods:
+    with pods, _serving_files(place.scenario, server, display):
         try:
             with display.phase(
                 f"{expected:,} devices join",
@@ -203,6 +207,22 @@ def on_pods(
             )
         finally:
             server.stop()
+
+
+@contextmanager
+def _serving_files(asked: Scenario, server: Server, display: Display) -> Iterator[None]:
+    """What phones install, and what agents that are too old update to; only if it is asked for."""
+    port = asked.server.files
+    if not port:
+        yield
+        return
+    here = (own_addresses() or ["127.0.0.1"])[0]
+    local = not asked.server.listen or is_loopback(split_endpoint(asked.server.listen)[0])
+    url = f"http://{'127.0.0.1' if local else here}:{port}"
+    with Serving("127.0.0.1" if local else "0.0.0.0", port, url) as serving:
+        server.bundle = (f"{serving.url}/{NAME}", serving.bundle.sha256)
+        display.say(f"phones fetch the agent at {serving.url}: cleave phones invite --port {port}")
+        yield
 
 
 def _wait_for_devices(server: Server, pods: PodGroup, count: int) -> None:

@@ -212,6 +212,7 @@ class Server(_Section):
     host: str = Field(default="127.0.0.1", min_length=1)  # for this machine itself, in the clear
     port: int = Field(default=0, ge=0, le=65535)
     listen: str = ""  # for invited devices elsewhere, encrypted; empty: there are none
+    files: int = Field(default=0, ge=0, le=65535)  # where phones fetch the agent over HTTP; 0: nowhere
 
     @field_validator("host")
     @classmethod

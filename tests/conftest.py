@@ -46,6 +46,8 @@ class Until(Protocol):
 class Start(Protocol):
     def __call__(self, *command: str, stdin: str | None = None, cwd: Path | None = None) -> Program: ...
 
+    def command(self, *words: str) -> Program: ...
+
 
 class Serve(Protocol):
     def __call__(self, port: int = 0, heartbeat_s: float = 0.5) -> Server: ...
@@ -192,7 +194,14 @@ class _Started:
                 begin = [sys.executable, "-c"]
             case module:
                 begin = [sys.executable, "-m", module]
-        program = Program([*begin, *command[1:]], self._mark, stdin, cwd or ROOT)
+        return self._begin([*begin, *command[1:]], stdin, cwd or ROOT)
+
+    def command(self, *words: str) -> Program:
+        """Any program."""
+        return self._begin(list(words), None, ROOT)
+
+    def _begin(self, words: list[str], stdin: str | None, cwd: Path) -> Program:
+        program = Program(words, self._mark, stdin, cwd)
         self._programs.append(program)
         return program
 

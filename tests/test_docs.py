@@ -102,3 +102,31 @@ def test_the_rules_that_the_page_for_owners_sets_can_be_set(tmp_path: Path) -> N
     examples = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)
     assert {rule for rule, _ in examples} == set(RULES)
     parse_rules(tomllib.loads("\n".join(f"{rule} = {value}" for rule, value in examples)))
+
+
+PHONES = (ROOT / "docs" / "phones.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", re.findall(r"^(?:cleave|make|cleave-agent) .*$", PHONES, flags=re.MULTILINE))
+def test_a_command_about_phones_is_understood(command: str) -> None:
+    program, *words = shlex.split(command)
+    if program == "make":
+        done = subprocess.run(["make", *words, "-n"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+    elif program == "cleave-agent":  # what the phone has is the script itself
+        script = (ROOT / "android" / "bootstrap.sh").read_text(encoding="utf-8")
+        assert re.search(rf"^        (?:\w+ \| )*{words[0]}(?: \| \w+)*\) ", script, flags=re.MULTILINE), command
+    else:
+        group: Any = typer.main.get_command(app)
+        while hasattr(group, "commands"):
+            name, *words = words
+            group = group.commands[name]
+        group.make_context(name, words)  # parses, and does not run
+
+
+def test_every_message_that_the_page_about_phones_shows_is_one_of_the_script() -> None:
+    script = (ROOT / "android" / "bootstrap.sh").read_text(encoding="utf-8")
+    shown = re.findall(r"^cleave: (.{12})", PHONES, flags=re.MULTILINE)
+    assert len(shown) >= 10
+    spoken = [line for line in shown if not line.startswith(("my-phone", "joined", "installing"))]
+    assert [line for line in spoken if line not in script] == []

@@ -36,9 +36,9 @@ PROFILE = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 1000)
 class Guarded:
     """A server that takes invited devices, and what it has said."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, listen: str = "tcp://127.0.0.1:0") -> None:
         self.access = AccessFile(folder / "server")
-        self.server = Server(heartbeat_s=1.0, listen=["tcp://127.0.0.1:0"], access=self.access)
+        self.server = Server(heartbeat_s=1.0, listen=[listen], access=self.access)
         self.said: list[str] = []
         self.server.notice = self.said.append
         self.server.start()
@@ -142,6 +142,18 @@ def test_a_device_that_comes_from_a_new_address_takes_the_place_of_its_old_self(
     assert isinstance(new.receive(), Welcome)
     until(lambda: guarded.server.devices == 1, "it is there once")
     assert [line for line in guarded.said if "joined again from elsewhere" in line]
+
+
+def test_a_device_is_invited_to_an_ipv6_address(start: Start, tmp_path: Path) -> None:
+    try:
+        guarded = Guarded(tmp_path, "tcp://[::1]:0")
+    except AddressError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    try:
+        start("agent", "--state", str(tmp_path / "a"), *FAST, "--once", "--invitation", guarded.invite())
+        assert guarded.server.wait_for_devices(1, LIMIT_S)
+    finally:
+        guarded.server.stop()
 
 
 def test_an_invitation_for_two_takes_two(guarded: Guarded, knock: Knock) -> None:

@@ -1,4 +1,4 @@
-"""The import rule, which is the architecture: agent <- ps, agent <- emulator, all <- testbed.
+"""The import rule, which is the architecture: agent <- ps, agent <- emulator, agent <- android, all <- testbed.
 
 A phone installs `agent` with numpy and pyzmq alone, and the server cannot tell a phone from an emulated device; both
 stay true only while nobody imports the other way.
@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("agent", "ps", "emulator", "testbed")
+ROOMS = ("agent", "ps", "emulator", "android", "testbed")
 MAY_IMPORT = {
     "agent": {"agent"},
     "ps": {"agent", "ps"},
     "emulator": {"agent", "emulator"},
+    "android": {"agent", "android"},
     "testbed": set(ROOMS),
 }
 ON_A_PHONE = {"numpy", "zmq", "onnxruntime"}
@@ -73,6 +74,8 @@ def test_a_room_imports_only_what_the_architecture_allows(room: str) -> None:
         ("emulator", "import ps"),
         ("emulator", "import importlib\nimportlib.import_module('ps.server')"),
         ("ps", "import testbed.run"),
+        ("agent", "import android.bundle"),
+        ("android", "import ps.server"),
     ],
 )
 def test_a_forbidden_import_is_noticed_with_its_line(room: str, source: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +19,7 @@ from agent.kernels import Array, Kernel, NumpyKernel, OnnxKernel, available_kern
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
+ROOT = Path(__file__).resolve().parents[1]
 KERNELS: dict[str, Callable[[], Kernel]] = {"numpy": NumpyKernel, "onnxruntime": OnnxKernel}
 
 
@@ -218,6 +222,21 @@ def test_a_kernel_that_does_not_work_here_says_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ValueError, match=r"kernel 'onnxruntime' cannot be used here: \w*Error: .*onnxruntime"):
         pick_kernel("onnxruntime")
+
+
+def test_onnx_runtime_leaves_nothing_among_the_users_files_and_numpy_alone_does_not_load_it(tmp_path: Path) -> None:
+    """It has telemetry, which makes an identity for the device as soon as it is loaded, unless it is told not to."""
+    code = "import sys\nfrom agent.kernels import pick_kernel\npick_kernel(%r)\nprint('onnxruntime' in sys.modules)"
+    for only, loaded in (("onnxruntime", "True"), ("numpy", "False")):
+        done = subprocess.run(
+            [sys.executable, "-c", code % only],
+            env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == loaded, done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.floats(1, 1e4), st.booleans())
