@@ -2,7 +2,7 @@
 # files, so that a changed lock is installed and an unchanged one costs nothing.
 # Written for GNU make 3.81 and later.
 
-SCENARIO ?= quickstart
+SCENARIO ?= $(if $(filter docker,$(LAUNCH)),containers,quickstart)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input
@@ -11,7 +11,7 @@ DEV := $(VENV)/.dev-installed
 CREATED := $(VENV)/.created
 
 .DEFAULT_GOAL := help
-.PHONY: help setup testbed test lint bench chaos clean
+.PHONY: help setup testbed image test lint bench chaos clean
 
 help: ## list the targets
 	@echo "Cleave Testbed"
@@ -21,9 +21,13 @@ help: ## list the targets
 setup: $(RUNTIME) ## prepare .venv (the other targets do it too)
 	@echo "$(VENV) is ready: make testbed"
 
-testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-tiny SCENARIO=quickstart
+testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-tiny SCENARIO=quickstart LAUNCH=docker
 	@$(BIN)/cleave run $(SCENARIO) $(if $(DEVICES),--devices $(DEVICES)) $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(SEED),--seed $(SEED)) $(if $(MODEL),--set model.name=$(MODEL))
+		$(if $(SEED),--seed $(SEED)) $(if $(MODEL),--set model.name=$(MODEL)) \
+		$(if $(LAUNCH),--set launch.kind=$(LAUNCH))
+
+image: $(RUNTIME) ## the image of devices for LAUNCH=docker; BASE=debootstrap needs no registry
+	@$(BIN)/cleave image $(if $(BASE),--base $(BASE))
 
 test: lint ## lint, then all tests; ARGS="-k name" is passed to pytest
 	@$(BIN)/python -m pytest $(ARGS)

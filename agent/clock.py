@@ -25,18 +25,20 @@ class Clock(Protocol):
 
 
 class ScaledClock:
-    """Device time goes `scale` times slower than the host's."""
+    """Device time goes `scale` times slower than the host's. `offset_ns`: to be added to this host's clock to get that
+    of the host where the server is, if it is another one."""
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float = 1.0, offset_ns: int = 0) -> None:
         if not 1.0 <= scale < float("inf"):
             raise ValueError(f"a clock cannot be scaled by {scale}; it must be at least 1")
         self.scale = scale
+        self._offset_ns = offset_ns
 
     def now_ns(self) -> int:
-        return int(time.monotonic_ns() / self.scale)
+        return int((time.monotonic_ns() + self._offset_ns) / self.scale)
 
     def wait_s(self, until_ns: int) -> float:
-        return max(0.0, (until_ns * self.scale - time.monotonic_ns()) / 1e9)
+        return max(0.0, (until_ns * self.scale - time.monotonic_ns() - self._offset_ns) / 1e9)
 
 
 class WallClock(ScaledClock):

@@ -13,6 +13,7 @@ the two together.
     slow    factor           computing and both directions of the link; the server is not told
     lie     how              wrong answers, see LIES
     corrupt                  one message of nonsense to the server, which then drops the connection
+    exhaust                  takes memory until its container's limit kills it, without a word
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from numpy.typing import NDArray
 from agent.kernels import Array
 
 LIES = ("noise", "element", "stale", "zeros", "nan")
-ORDERS = ("leave", "vanish", "return", "freeze", "slow", "lie", "corrupt")
+ORDERS = ("leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "exhaust")
 READ_BYTES = 1 << 16
+HOARD_BYTES = 16 << 20
 NONSENSE = b"\xff\x00nonsense, as ordered\x00"
 
 
@@ -196,6 +198,14 @@ class Liar:
     @staticmethod
     def _scale(product: Array) -> np.float32:
         return np.float32(max(float(np.abs(product).max()), 1e-3))
+
+
+def exhaust(limit_bytes: int) -> None:
+    """Take memory until somebody ends this process; not without end, where nobody does."""
+    hoard = []
+    for _ in range(-(-limit_bytes // HOARD_BYTES)):
+        hoard.append(b"x" * HOARD_BYTES)  # written, so that it is really there
+    raise OrderError(f"nobody minds that this pod has {limit_bytes:,} bytes: no memory limit is in force here")
 
 
 def report(at_ns: int, order: Order, devices: list[int], count: int) -> str:

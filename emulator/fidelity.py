@@ -164,16 +164,20 @@ def _reason(
     )
 
 
-def device_ledger(columns: Mapping[str, NDArray[Any]], profiles: NDArray[np.void]) -> dict[str, NDArray[Any]]:
+def device_ledger(
+    columns: Mapping[str, NDArray[Any]], profiles: NDArray[np.void], kernel_links: bool = False
+) -> dict[str, NDArray[Any]]:
     """One row for each device that returned an emulated block: what was asked of it and its link, what was achieved.
 
     What a run can see of a modelled device is the moment of its answers. So the achieved rates are those at which its
     blocks would have taken as long as they did, lateness spread evenly over their way; the achieved latency has it all.
+    Over kernel links it is judged by its departures, and what the link achieved cannot be seen here: NaN.
     """
     modelled = np.flatnonzero(~np.isnan(columns["due_s"]) & (columns["due_s"] > columns["sent_s"]))
     modelled = modelled[np.argsort(columns["device"][modelled], kind="stable")]
     device, starts = np.unique(columns["device"][modelled], return_index=True)
-    sent_s, due_s, received_s = (columns[name][modelled] for name in ("sent_s", "due_s", "received_s"))
+    back = "left_s" if kernel_links else "received_s"
+    sent_s, due_s, received_s = (columns[name][modelled] for name in ("sent_s", "due_s", back))
     count = np.diff(np.append(starts, len(modelled)))
 
     def mean(values: Numbers) -> Numbers:
@@ -184,6 +188,7 @@ def device_ledger(columns: Mapping[str, NDArray[Any]], profiles: NDArray[np.void
     late = np.split(received_s - due_s, starts[1:]) if len(starts) else []
     late_s = np.array([np.percentile(part, [50, 99, 100]) for part in late]).reshape(-1, 3)
     profile, stretch = profiles[device], achieved_s / np.maximum(asked_s, 1e-12)
+    seen = np.nan if kernel_links else 1.0
     return {
         "device": device,
         "blocks": count,
@@ -195,9 +200,9 @@ def device_ledger(columns: Mapping[str, NDArray[Any]], profiles: NDArray[np.void
         "late_max_s": late_s[:, 2],
         "compute_modelled_s": mean(columns["compute_s"][modelled]),
         "down_bps": profile["down_bps"],
-        "down_achieved_bps": profile["down_bps"] / stretch,
+        "down_achieved_bps": seen * profile["down_bps"] / stretch,
         "up_bps": profile["up_bps"],
-        "up_achieved_bps": profile["up_bps"] / stretch,
+        "up_achieved_bps": seen * profile["up_bps"] / stretch,
         "latency_s": profile["latency_s"],
-        "latency_achieved_s": profile["latency_s"] + np.maximum(mean(received_s - due_s), 0.0) / 2,
+        "latency_achieved_s": seen * (profile["latency_s"] + np.maximum(mean(received_s - due_s), 0.0) / 2),
     }

@@ -40,7 +40,7 @@ from agent.profile import PROFILE
 from agent.wire import ANSWER, DONE, Cancel, Goodbye, Join, Leave, Refused, Result, WireError, Work
 from emulator.connections import Forgotten, OwnConnections
 from emulator.device import Devices
-from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, report
+from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, exhaust, report
 from emulator.link import links_from_json
 from emulator.performance import Models
 
@@ -222,6 +222,8 @@ class Pod:
                 there = list(order.devices)
                 for device in there:
                     self._liar.begin(device, order.how)
+            case "exhaust":
+                exhaust(int(self._profiles["memory_bytes"].sum()) + (1 << 30))  # more than any limit that it may have
             case "corrupt":
                 there = self._roster.present
                 if line is not None:
@@ -400,6 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
     )
+    parser.add_argument("--clock-offset-ns", type=int, default=0, help="of the server's clock, on another machine")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
@@ -416,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
         addresses = dict(zip(labels, fleet["addresses"], strict=True))
     else:
         devices = Devices(profiles, links, models)
-    clock = ScaledClock(options.scale)
+    clock = ScaledClock(options.scale, options.clock_offset_ns)
     pod = Pod(profiles, labels, devices, options.links != "off", clock, orders, absent, tell, addresses)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -439,8 +442,9 @@ def tell(line: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Linux: be killed when the testbed is, even by kill -9. Elsewhere the silent server ends us, a little later."""
-    if sys.platform == "linux":
+    """Linux: be killed when the testbed is, even by kill -9. Elsewhere the silent server ends us, a little later; also
+    in a container, where we are the first process and our parent is none of ours."""
+    if sys.platform == "linux" and os.getppid() != 0:
         import ctypes
 
         parent_death_signal = 1

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agent.errors import Failure, UserError
-from testbed import cli_links, interrupts
+from testbed import cli_containers, cli_links, interrupts
 
 app = typer.Typer(
     name="cleave",
@@ -29,6 +29,8 @@ trace_app = typer.Typer(
 )
 app.add_typer(trace_app, name="trace")
 app.add_typer(cli_links.app, name="links")
+app.command()(cli_containers.image)
+app.command()(cli_containers.clean)
 
 
 @app.callback()

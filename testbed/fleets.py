@@ -6,7 +6,9 @@ import os
 
 from emulator.fleet import Fleet, draw_fleet, uniform_fleet
 from emulator.link_trace import read_link_trace
-from testbed.scenario import FleetSection, Links
+from testbed.scenario import FleetSection, Launch, Links
+
+CONTAINERS = 256  # devices that get a container each; more share pods
 
 
 def make_fleet(asked: FleetSection, links: Links, seed: int) -> Fleet:
@@ -19,6 +21,8 @@ def make_fleet(asked: FleetSection, links: Links, seed: int) -> Fleet:
     return Fleet(profiles, names, names, {"published": count})
 
 
-def pods_for(asked: FleetSection) -> int:
+def pods_for(asked: FleetSection, launch: Launch) -> int:
     cores = os.cpu_count() or 1
-    return min(asked.devices, cores if asked.pods == "auto" else asked.pods)
+    if asked.pods != "auto":
+        return min(asked.devices, asked.pods)
+    return asked.devices if launch.kind == "docker" and asked.devices <= CONTAINERS else min(asked.devices, cores)

@@ -1,4 +1,5 @@
-"""Where a run takes place: a server with pods as processes, or both in virtual time. The rest of a run cannot tell.
+"""Where a run takes place: a server with pods as processes or containers, or both in virtual time. The rest of a run
+cannot tell.
 
 Each way gives a Host whose devices have joined, and ends whatever it has started, whatever happens.
 """
@@ -21,15 +22,19 @@ from ps.executor import Engine
 from ps.jobs import Totals
 from ps.planner import Planner
 from ps.records import Records
-from ps.server import Server
+from ps.server import HEARTBEAT_S, Server
+from testbed.container_pods import ContainerPods
 from testbed.display import Display
+from testbed.ground import Ground
 from testbed.inject import Injector, Targets, injecting
 from testbed.launch import Pods
-from testbed.scenario import Scenario
+from testbed.pods import PodGroup
+from testbed.scenario import Launch, Scenario
 from testbed.virtual_pods import VirtualPods
 from testbed.virtual_server import VirtualServer
 
 JOIN_TIMEOUT_S = 120.0
+HEARTBEATS_PER_S = 1000  # each way, at most: thousands of connections would keep the server from its work
 
 
 class RunError(Failure):
@@ -54,12 +59,24 @@ class Accounts(Engine, Protocol):
     def late_blocks_helped(self) -> int: ...
 
 
+class Launcher(Protocol):
+    """How pods are started."""
+
+    def listen_on(self, host: str) -> str:
+        """Where the server has to listen, which was asked to do so on this host."""
+        ...
+
+    def start(self, place: Place, address: str, scale: float, display: Display) -> PodGroup:
+        """Of a server that listens at this address, on a clock of this scale."""
+        ...
+
+
 class Hosted(Targets, Protocol):
     """What a run needs of its pods."""
 
     @property
     def pids(self) -> list[int]: ...
-    def give_up_killed(self) -> None: ...
+    def give_up_killed(self) -> list[str]: ...
     def check(self) -> None: ...
     def memory_bytes(self) -> int: ...
 
@@ -83,15 +100,65 @@ class Host:
     injecting: Callable[[Injector], AbstractContextManager[None]]
     fleet: Fleet
     joined_s: float  # real seconds from the first pod's start until all were there
+    links: str = "modelled"  # for the summary
 
 
 Note = Callable[..., None]  # an event and its fields
 
 
+class OnThisMachine:
+    """Pods are processes beside the server's."""
+
+    def listen_on(self, host: str) -> str:
+        return host
+
+    def start(self, place: Place, address: str, scale: float, display: Display) -> PodGroup:
+        return Pods(place.fleet, place.pod_count, address, place.scenario.links.kind, place.absent, scale)
+
+
+class InContainers:
+    """Pods are containers of a Docker engine."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+
+    def listen_on(self, host: str) -> str:
+        return self._ground.listen_on(host)
+
+    def start(self, place: Place, address: str, scale: float, display: Display) -> PodGroup:
+        count = place.pod_count
+        address, links = self._ground.server_at(address), place.scenario.links.kind
+        pods = ContainerPods(self._ground, place.fleet, count, address, links, place.absent, scale)
+        try:
+            with display.phase(
+                f"{count:,} containers start", lambda: pods.started / count, lambda: f"{pods.started:,} of {count:,}"
+            ):
+                pods.start()
+        except BaseException:
+            pods.stop()
+            raise
+        display.say(f"{count:,} containers started in {pods.start_s:.1f} s{pods.limits_told()}")
+        if pods.links is not None:
+            display.say(f"{len(place.fleet):,} links, up and down, in {pods.links.seconds:.1f} s: {pods.links_told}")
+        return pods
+
+
 @contextmanager
-def on_processes(place: Place, server: Server, clock: ScaledClock, display: Display, note: Note) -> Iterator[Host]:
+def launcher(asked: Launch, pods: int) -> Iterator[Launcher]:
+    """What it takes to start pods as the scenario asks for; gone afterwards."""
+    if asked.kind == "processes":
+        yield OnThisMachine()
+        return
+    with Ground(asked, pods) as ground:
+        yield InContainers(ground)
+
+
+@contextmanager
+def on_pods(
+    place: Place, server: Server, clock: ScaledClock, display: Display, note: Note, launch: Launcher
+) -> Iterator[Host]:
     """The server in this process, pods beside it, both on this clock."""
-    asked, expected = place.scenario, len(place.fleet) - len(place.absent)
+    expected = len(place.fleet) - len(place.absent)
 
     def notice(text: str) -> None:
         display.say(text)
@@ -102,7 +169,12 @@ def on_processes(place: Place, server: Server, clock: ScaledClock, display: Disp
     display.say(f"server at {server.address}; another device may join: python -m agent --ps {server.address}")
     note("server", address=server.address)
     begun = time.monotonic()
-    with Pods(place.fleet, place.pod_count, server.address, asked.links.kind, place.absent, clock.scale) as pods:
+    try:
+        pods = launch.start(place, server.address, clock.scale, display)
+    except BaseException:
+        server.stop()
+        raise
+    with pods:
         try:
             with display.phase(
                 f"{expected:,} devices join",
@@ -113,12 +185,14 @@ def on_processes(place: Place, server: Server, clock: ScaledClock, display: Disp
             joined_s = time.monotonic() - begun
             display.say(f"{server.devices:,} devices joined in {joined_s:.1f} s")
             note("joined", devices=server.devices)
-            yield Host(server, pods, clock, lambda injector: injecting(injector, clock), place.fleet, joined_s)
+            yield Host(
+                server, pods, clock, lambda injector: injecting(injector, clock), place.fleet, joined_s, pods.links_told
+            )
         finally:
             server.stop()
 
 
-def _wait_for_devices(server: Server, pods: Pods, count: int) -> None:
+def _wait_for_devices(server: Server, pods: PodGroup, count: int) -> None:
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while not server.wait_for_devices(count, 0.25):
         pods.check()
@@ -141,10 +215,18 @@ def in_virtual_time(place: Place, server: VirtualServer, display: Display, note:
     yield Host(server, VirtualPods(server, place.pod_count), server.clock, server.injecting, place.fleet, 0.0)
 
 
-def real_server(place: Place, clock: ScaledClock) -> Server:
+def real_server(place: Place, clock: ScaledClock, launch: Launcher) -> Server:
     """Listens from now on, or says why it cannot."""
     asked = place.scenario
-    return Server(asked.server.host, asked.server.port, run=asked.name, planner=place.planner, clock=clock)
+    connections = len(place.fleet) if asked.links.kind == "kernel" else place.pod_count
+    return Server(
+        launch.listen_on(asked.server.host),
+        asked.server.port,
+        run=asked.name,
+        heartbeat_s=max(HEARTBEAT_S, connections / HEARTBEATS_PER_S),
+        planner=place.planner,
+        clock=clock,
+    )
 
 
 def virtual_server(place: Place) -> VirtualServer:

@@ -31,6 +31,9 @@ from testbed.scenario import Churn, Fault, parse_percent
 
 POISSON_S = 3600.0  # of the run, until made-up churn repeats
 SESSIONS_S = 14 * 86400.0  # of the trace
+OF_PODS = ("kill", "stop", "corrupt", "disconnect", "exhaust")
+DEADLY = ("kill", "exhaust")
+UNTIL = {"stop": "continue", "disconnect": "reconnect"}  # what ends a fault
 TICK_S = 0.05  # at most between two looks for reports
 DRAIN_S = 2.0  # for the reports of what was sent last
 
@@ -42,12 +45,12 @@ class Injection:
     at_s: float
     do: str
     devices: tuple[int, ...] = ()  # of the fleet
-    pods: tuple[int, ...] = ()  # of kill, stop, continue and corrupt
+    pods: tuple[int, ...] = ()  # of OF_PODS, and what ends them
     details: Mapping[str, Any] = field(default_factory=dict)  # seconds, factor, how
 
 
 class Targets(Protocol):
-    """What the injector needs of `testbed.launch.Pods`."""
+    """What the injector needs of `testbed.pods.PodGroup`."""
 
     def place(self, device: int) -> tuple[int, int]: ...
     def device(self, pod: int, index: int) -> int: ...
@@ -55,6 +58,8 @@ class Targets(Protocol):
     def kill(self, pod: int) -> None: ...
     def pause(self, pod: int) -> None: ...
     def resume(self, pod: int) -> None: ...
+    def disconnect(self, pod: int) -> None: ...
+    def reconnect(self, pod: int) -> None: ...
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]: ...
 
 
@@ -79,22 +84,27 @@ def plan_faults(faults: Sequence[Fault], networks: Sequence[str], pod_count: int
     for place, fault in sorted(enumerate(faults), key=lambda pair: (pair[1].at_s, pair[0])):
         return_until(fault.at_s)
         rng = np.random.default_rng([seed, place])
-        if fault.do in ("kill", "stop", "corrupt"):
+        if fault.do in OF_PODS:
             alive = [pod for pod in range(pod_count) if pod not in killed]
             wanted = fault.pods or 1
-            if wanted > len(alive) or (fault.do == "kill" and wanted == len(alive)):
+            if fault.do == "exhaust" and pod_count < len(networks):
+                raise UserError(
+                    f'the fault "exhaust" at {fault.at} needs a memory limit, which only containers of one device '
+                    f"have: set fleet.pods to {len(networks)}"
+                )
+            if wanted > len(alive) or (fault.do in DEADLY and wanted == len(alive)):
                 raise UserError(
                     f'the fault "{fault.do}" at {fault.at} is for {wanted} pods, and there are {len(alive)} by then'
-                    + ("; at least one must survive" if fault.do == "kill" else "")
+                    + ("; at least one must survive" if fault.do in DEADLY else "")
                     + f": set fleet.pods to {wanted + 1 + len(killed)} or more"
                 )
             pods = tuple(sorted(rng.choice(alive, wanted, replace=False).tolist()))
-            if fault.do == "kill":
+            if fault.do in DEADLY:
                 killed.update(pods)
             hit = tuple(d for d in range(len(networks)) if d % pod_count in pods)
             plan.append(Injection(fault.at_s, fault.do, hit, pods))
-            if fault.do == "stop":
-                plan.append(Injection(fault.at_s + (fault.seconds or 0.0), "continue", hit, pods))
+            if fault.do in UNTIL:
+                plan.append(Injection(fault.at_s + (fault.seconds or 0.0), UNTIL[fault.do], hit, pods))
             continue
         who = _choose(fault, networks, {d for d in range(len(networks)) if d % pod_count in killed}, away, rng)
         if not who:
@@ -181,7 +191,8 @@ class Injector:
         self._churn: Iterator[Event] = schedule.forever() if schedule else iter(())
         self._next_churn = next(self._churn, None)
         self._sent = 0  # faults
-        self._killed: set[int] = set()
+        self._killed: set[int] = set()  # or told to exhaust their memory: they report no more
+        self._dead: set[int] = set()  # killed: there is nobody to pause or resume
         self._pending: dict[int, set[int]] = {}  # fault -> pods that have not reported it yet
         self._pending_churn: Counter[int] = Counter()  # pod -> orders that it has not reported yet
         self._done: dict[int, list[tuple[float, int]]] = {}  # fault -> when, and how many devices or pods
@@ -220,21 +231,28 @@ class Injector:
             self._reported(pod, report)
 
     def _inject(self, number: int, injection: Injection, now_s: float) -> None:
-        if injection.do == "kill":
+        if injection.do in DEADLY:
             for pod in injection.pods:
                 self._killed.add(pod)
-                self._targets.kill(pod)
+                if injection.do == "kill":
+                    self._dead.add(pod)
+                    self._targets.kill(pod)
+                else:
+                    self._targets.order(pod, {"do": injection.do})
                 self._pending_churn.pop(pod, None)
                 for pods in self._pending.values():
                     pods.discard(pod)
             self._pending = {fault: pods for fault, pods in self._pending.items() if pods}
             self._done[number] = [(now_s, len(injection.pods))]
-            self._tell(now_s, injection.at_s, "kill", list(injection.devices), list(injection.pods))
+            self._tell(now_s, injection.at_s, injection.do, list(injection.devices), list(injection.pods))
             return
-        if injection.do in ("stop", "continue"):
-            running = [pod for pod in injection.pods if pod not in self._killed]
+        targets = self._targets
+        actions = {"stop": targets.pause, "continue": targets.resume}
+        actions |= {"disconnect": targets.disconnect, "reconnect": targets.reconnect}
+        if injection.do in actions:
+            running = [pod for pod in injection.pods if pod not in self._dead]
             for pod in running:
-                (self._targets.pause if injection.do == "stop" else self._targets.resume)(pod)
+                actions[injection.do](pod)
             self._done[number] = [(now_s, len(running))] if running else []
             self._tell(now_s, injection.at_s, injection.do, list(injection.devices), running)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -29,7 +30,7 @@ from ps.text import batches, read_text
 from ps.trainer import gradients
 from testbed.display import Display
 from testbed.fleets import make_fleet, pods_for
-from testbed.hosts import Place, on_processes, real_server
+from testbed.hosts import Place, launcher, on_pods, real_server
 from testbed.launch import links_of, models_of
 from testbed.load import between, look
 from testbed.predict import ModelledFleet
@@ -95,10 +96,12 @@ class Probe:
             update={"fleet": self._scenario.fleet.model_copy(update={"devices": devices}), "faults": [], "churn": None}
         )
         fleet, planner = make_fleet(asked.fleet, asked.links, asked.seed), Planner(asked.planner.kind)
-        place = Place(asked, fleet, pods_for(asked.fleet), [], planner)
+        place = Place(asked, fleet, pods_for(asked.fleet, asked.launch), [], planner)
         clock = ScaledClock(scale)
-        server, display = real_server(place, clock), Display(Console(quiet=True))
-        with on_processes(place, server, clock, display, lambda event, **fields: None) as host:
+        with ExitStack() as stack:
+            launch = stack.enter_context(launcher(asked.launch, place.pod_count))
+            server, display = real_server(place, clock, launch), Display(Console(quiet=True))
+            host = stack.enter_context(on_pods(place, server, clock, display, lambda event, **fields: None, launch))
             # the server's numbers, not the fleet's: devices joined pod by pod, and plans are made for these
             labels = host.server.labels
             links, models = links_of(fleet, labels), models_of(fleet, labels)
@@ -126,6 +129,7 @@ class Probe:
             achieved.finished_s[-1] / expected.finished_s[count - 1],
             between(before, after, host.server.totals.longest_turn_s),
             modelled.local_s / modelled.seconds(),
+            kernel_links=asked.links.kind == "kernel",
         )
 
     def _take(self, engine: Watched) -> None:

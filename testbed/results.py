@@ -62,6 +62,7 @@ class Summary:
     lost_devices: int
     real_devices: dict[str, int]  # not emulated: name -> blocks returned
     basis: dict[str, int]  # where the figures of the emulated devices come from
+    links: str  # modelled, or by the kernel, and what of them is not
     training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
     fidelity: dict[str, Any]
     verdict: str
@@ -154,9 +155,10 @@ def write_blocks(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[s
     pyarrow.parquet.write_table(pyarrow.table(table), path)
 
 
-def write_ledger(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str]) -> None:
-    """One row a device: asked against achieved."""
+def write_ledger(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str], links: str) -> None:
+    """One row a device: asked against achieved, over which links."""
     table = {name: pyarrow.array(values) for name, values in columns.items()}
+    table["links"] = pyarrow.array([links] * len(columns["device"]), pyarrow.string())
     table["device_name"] = pyarrow.array([labels[device] for device in columns["device"].tolist()], pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table(table), path)
 
@@ -196,7 +198,7 @@ def print_summary(console: Console, s: Summary) -> None:
             f"{s.fidelity['stretch']:.3f}x the modelled time",
         ),
         *([] if s.clock["kind"] == "virtual" else [("host", _host(s.fidelity))]),
-        ("device figures", ", ".join(f"{count:,} {basis}" for basis, count in s.basis.items()) + "; links modelled"),
+        ("device figures", ", ".join(f"{count:,} {basis}" for basis, count in s.basis.items()) + f"; links {s.links}"),
     ]
     if s.clock["kind"] != "virtual":
         rows.append(("joined", f"all in {format_duration(s.joined_s)}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ps.trainer import Step
 from testbed.clocks import Chosen, choose
 from testbed.display import Display
 from testbed.fleets import make_fleet, pods_for
-from testbed.hosts import Accounts, Host, Place, in_virtual_time, on_processes, real_server, virtual_server
+from testbed.hosts import Accounts, Host, Place, in_virtual_time, launcher, on_pods, real_server, virtual_server
 from testbed.inject import Injector, churn_schedule, describe, plan_faults
 from testbed.probe import Probe
 from testbed.report import write_report, write_trace
@@ -43,7 +44,6 @@ from testbed.results import (
 )
 from testbed.scenario import Scenario, dump_scenario
 from testbed.training import Reference, Task, Trained, distributed, reference, shapes_only
-from testbed.virtual_server import VirtualServer
 
 LOSS_TOLERANCE = 1e-4
 
@@ -57,7 +57,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     asked = scenario.fleet
     fleet = make_fleet(asked, scenario.links, scenario.seed)
     cores = os.cpu_count() or 1
-    pod_count = pods_for(asked)
+    pod_count = pods_for(asked, scenario.launch)
     faults = plan_faults(scenario.faults, fleet.network_names, pod_count, scenario.seed)
     churn = churn_schedule(scenario.churn, len(fleet), scenario.seed) if scenario.churn else None
     absent: list[int] = [] if churn is None else np.flatnonzero(~churn.present).tolist()
@@ -70,31 +70,34 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     planner = Planner(scenario.planner.kind)
     place = Place(scenario, fleet, pod_count, absent, planner)
     clock = ScaledClock(scale)
-    server = virtual_server(place) if virtual else real_server(place, clock)  # before there is a folder: it may fail
-    folder = new_folder(parent, scenario.name)
-    (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
-    write_json(folder / "environment.json", environment())
-    if isinstance(server, VirtualServer):
-        events = EventLog(folder / "events.jsonl", server.clock)
-        hosting = in_virtual_time(place, server, display, events.write)
-    else:
-        events = EventLog(folder / "events.jsonl", clock)
-        hosting = on_processes(place, server, clock, display, events.write)
-    events.write("clock", **asdict(chosen))
-    try:
-        with hosting as host:
-            how = scenario.churn.how if scenario.churn else ""
-            injector = Injector(host.pods, faults, churn, how, events.write)
-            local = 0.0 if virtual else 1.0 / scale
-            task = Task(scenario, config, data, host, planner, injector, display, events.write, local)
-            if scenario.clock.arithmetic:
-                known = reference(scenario, config, data, display)
-                trained = distributed(task)
-            else:
-                known, trained = None, shapes_only(task)
-            memory_bytes = psutil.Process().memory_info().rss + host.pods.memory_bytes()
-    finally:
-        events.close()
+    with ExitStack() as stack:
+        # what may fail comes before there is a folder
+        if virtual:
+            modelled = virtual_server(place)
+        else:
+            launch = stack.enter_context(launcher(scenario.launch, pod_count))
+            server = real_server(place, clock, launch)
+        folder = new_folder(parent, scenario.name)
+        (folder / "scenario.toml").write_text(dump_scenario(scenario), encoding="utf-8")
+        write_json(folder / "environment.json", environment())
+        events = EventLog(folder / "events.jsonl", modelled.clock if virtual else clock)
+        stack.callback(events.close)
+        events.write("clock", **asdict(chosen))
+        host = stack.enter_context(
+            in_virtual_time(place, modelled, display, events.write)
+            if virtual
+            else on_pods(place, server, clock, display, events.write, launch)
+        )
+        how = scenario.churn.how if scenario.churn else ""
+        injector = Injector(host.pods, faults, churn, how, events.write)
+        local = 0.0 if virtual else 1.0 / scale
+        task = Task(scenario, config, data, host, planner, injector, display, events.write, local)
+        if scenario.clock.arithmetic:
+            known = reference(scenario, config, data, display)
+            trained = distributed(task)
+        else:
+            known, trained = None, shapes_only(task)
+        memory_bytes = psutil.Process().memory_info().rss + host.pods.memory_bytes()
 
     columns = host.server.records.columns()
     verdict = _verdict(scenario, columns, trained, comparable=not virtual)
@@ -107,7 +110,8 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
             row["reference_loss"] = step.loss
     write_steps(folder / "steps.csv", trained.rows)
     write_blocks(folder / "blocks.parquet", columns, host.server.labels)
-    write_ledger(folder / "ledger.parquet", fidelity.device_ledger(columns, host.server.profiles), host.server.labels)
+    ledger = fidelity.device_ledger(columns, host.server.profiles, kernel_links=scenario.links.kind == "kernel")
+    write_ledger(folder / "ledger.parquet", ledger, host.server.labels, host.links)
     write_summary(folder, summary)
     write_trace(folder)
     write_report(folder)
@@ -167,6 +171,7 @@ def _summary(
         lost_devices=totals.lost_devices,
         real_devices={server.labels[d]: int(counts[used == d][0]) for d in real},
         basis=dict(place.fleet.basis),
+        links=host.links,
         training_host_s=trained.host_s,
         fidelity=asdict(verdict),
         verdict=verdict.verdict,
@@ -196,6 +201,7 @@ def _verdict(scenario: Scenario, columns: dict[str, Any], trained: Trained, comp
         float(np.median(_settled(trained.steps))) / predicted.seconds if predicted else None,
         trained.load,
         predicted.local_share if predicted else 0.0,
+        kernel_links=scenario.links.kind == "kernel",
     )
 
 

@@ -168,7 +168,7 @@ class PlannerSection(_Section):
 
 
 class Links(_Section):
-    kind: Literal["model", "off"] = "model"
+    kind: Literal["model", "kernel", "off"] = "model"
     effects: Literal["rates", "full"] = "full"  # a rate and a latency; or jitter, loss and bufferbloat too
     traces: dict[NetworkName, TracePrefix] = Field(default_factory=dict)  # networks whose rates change
 
@@ -195,25 +195,40 @@ class Server(_Section):
 
 
 class Launch(_Section):
-    kind: Literal["processes"] = "processes"
+    kind: Literal["processes", "docker"] = "processes"
+    image: str | None = Field(default=None, min_length=1)  # of docker, as all below; "cleave-device" if not given
+    subnet: str | None = Field(default=None, min_length=1)  # of the bridges; a free one if not given
+    server_address: str | None = Field(default=None, min_length=1)  # of this machine, as containers reach it
+
+    @model_validator(mode="after")
+    def _what_belongs_to_docker(self) -> Launch:
+        for key in ("image", "subnet", "server_address"):
+            if self.kind != "docker" and getattr(self, key) is not None:
+                raise ValueError(f'{key} belongs to kind = "docker"; kind is "{self.kind}"')
+        return self
 
 
 # a fault, and the keys that it needs beside at, do and whom it is for
 _NEEDS = {"freeze": ("seconds",), "slow": ("factor",), "lie": ("how",), "flap": ("times", "period")}
-_NEEDS["stop"] = _NEEDS["freeze"]
+_NEEDS["stop"] = _NEEDS["disconnect"] = _NEEDS["freeze"]
 _MAY_HAVE = {"leave": ("seconds",), "vanish": ("seconds",)}
-_OF_PODS = ("kill", "stop", "corrupt")
+_OF_PODS = ("kill", "stop", "corrupt", "disconnect", "exhaust")
+_OF_CONTAINERS = ("disconnect", "exhaust")
 _EXAMPLES = {"seconds": "5", "factor": "4", "how": '"noise"', "times": "3", "period": '"10 s"'}
 
 
 class Fault(_Section):
     at: Duration  # after the first step begins
-    do: Literal["leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill", "stop", "flap"]
+    do: Literal[
+        "leave", "vanish", "return", "freeze", "slow", "lie", "flap",
+        "corrupt", "kill", "stop", "disconnect", "exhaust",
+    ]  # fmt: skip
     devices: int | None = Field(default=None, ge=1)  # so many, chosen by the seed
     share: Part | None = None  # or this part of the fleet
     network: NetworkName | None = None  # or all devices of one access network
-    pods: int | None = Field(default=None, ge=1)  # of kill, stop and corrupt, chosen by the seed; 1 if not given
-    seconds: float | None = Field(default=None, gt=0, le=1e6)  # of freeze, stop; of leave, vanish: until they return
+    pods: int | None = Field(default=None, ge=1)  # of those for whole pods, chosen by the seed; 1 if not given
+    # of freeze, stop, disconnect; of leave, vanish: until they return
+    seconds: float | None = Field(default=None, gt=0, le=1e6)
     factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is as fast as the profile says
     how: Literal["noise", "element", "stale", "zeros", "nan"] | None = None  # of lie
     times: int | None = Field(default=None, ge=1, le=10_000)  # of flap
@@ -297,6 +312,20 @@ class Scenario(_Section):
     def _time_to_be_modelled(self) -> Scenario:
         if self.links.kind == "off" and self.clock.kind != "wall":
             raise ValueError(f'links.kind is "off": no time is modelled, and clock.kind = "{self.clock.kind}" has none')
+        if self.launch.kind == "docker" and self.clock.kind == "virtual":
+            raise ValueError('clock.kind is "virtual": nothing is started, and launch.kind = "docker" has no meaning')
+        return self
+
+    @model_validator(mode="after")
+    def _what_kernel_links_need(self) -> Scenario:
+        if self.links.kind == "kernel":
+            if self.launch.kind != "docker":
+                raise ValueError(
+                    'links.kind is "kernel": only containers have interfaces of their own, set launch.kind = "docker", '
+                    'or links.kind = "model"'
+                )
+            if self.clock.kind != "wall":
+                raise ValueError(f'links.kind is "kernel": bytes travel in real time, not by "{self.clock.kind}" clock')
         return self
 
     @model_validator(mode="after")
@@ -306,6 +335,15 @@ class Scenario(_Section):
                 raise ValueError(
                     f'a fault, "{fault.do}" at {fault.at}, is for {fault.devices} devices; '
                     f"fleet.devices is {self.fleet.devices}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _faults_of_containers(self) -> Scenario:
+        for fault in self.faults:
+            if fault.do in _OF_CONTAINERS and self.launch.kind != "docker":
+                raise ValueError(
+                    f'a fault, "{fault.do}" at {fault.at}, is for containers: it needs launch.kind = "docker"'
                 )
         return self
 

@@ -78,12 +78,18 @@ class Task:
     def before_step(self, executor: Executor, number: int) -> None:
         interrupts.check()
         gc.collect()  # between steps, see `collecting_between_steps`
-        self.host.pods.give_up_killed()  # the server has said that their devices are lost; it goes on without them
+        self.look_after_pods()
         self.host.pods.check()
         if self.injector.error is not None:
             raise self.injector.error
         executor.step = number
         executor.weights_changed()
+
+    def look_after_pods(self) -> None:
+        """The server has said that the devices of those who were killed are lost; it goes on without them."""
+        for text in self.host.pods.give_up_killed():
+            self.display.say(text)
+            self.note("notice", text=text)
 
     def after_step(self, step: Step) -> None:
         self.done.append(step)
@@ -145,6 +151,7 @@ class Task:
             before = self._look()
             steps = train()
             load = between(before, self._look(), server.totals.longest_turn_s)
+        self.look_after_pods()
         host_s = time.monotonic() - self.begun
         products = executor.spent.products // len(steps)
         parameters = sum(weight.numel() for weight in weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from testbed.pods import no_cable
 from testbed.virtual_server import VirtualServer
 
 
@@ -19,8 +20,9 @@ class VirtualPods:
     def check(self) -> None:
         """They cannot die."""
 
-    def give_up_killed(self) -> None:
+    def give_up_killed(self) -> list[str]:
         """Nor be killed by somebody else."""
+        return []
 
     def memory_bytes(self) -> int:
         return 0
@@ -48,6 +50,12 @@ class VirtualPods:
 
     def resume(self, pod: int) -> None:
         self._server.join([device for device in self._paused.pop(pod, []) if not self._server.is_present(device)])
+
+    def disconnect(self, pod: int) -> None:
+        raise no_cable()
+
+    def reconnect(self, pod: int) -> None:
+        raise no_cable()
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
         """Orders are carried out at once."""

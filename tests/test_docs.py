@@ -68,11 +68,11 @@ def test_a_link_to_a_file_leads_somewhere(page: str) -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
+PAGES = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("emulation.md", "containers.md"))
 
 
-@pytest.mark.parametrize("command", re.findall(r"^(?:\.venv/bin/cleave|python -m) .*$", EMULATION, flags=re.MULTILINE))
-def test_a_command_about_emulation_is_understood(command: str) -> None:
+@pytest.mark.parametrize("command", re.findall(r"^(?:\.venv/bin/cleave|python -m) .*$", PAGES, flags=re.MULTILINE))
+def test_a_command_of_a_page_is_understood(command: str) -> None:
     words = shlex.split(command)
     if words[:4] == ["python", "-m", "agent", "measure"]:
         _measure_parser().parse_args(words[4:])

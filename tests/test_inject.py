@@ -30,6 +30,7 @@ class FakePods:
         self.killed: list[int] = []
         self.paused: list[tuple[float, int]] = []
         self.resumed: list[tuple[float, int]] = []
+        self.cables: list[tuple[float, int, bool]] = []
         self.late_s, self.deaf = late_s, deaf
         self._reports: list[tuple[int, dict[str, Any]]] = []
 
@@ -54,6 +55,12 @@ class FakePods:
 
     def resume(self, pod: int) -> None:
         self.resumed.append((self.now_s, pod))
+
+    def disconnect(self, pod: int) -> None:
+        self.cables.append((self.now_s, pod, False))
+
+    def reconnect(self, pod: int) -> None:
+        self.cables.append((self.now_s, pod, True))
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
         reports, self._reports = self._reports, []
@@ -123,7 +130,32 @@ def test_a_fault_for_nobody_is_refused() -> None:
         plan_faults([fault("leave", network="uk-adsl2plus")], NETWORKS, 2, 0)
 
 
+def test_memory_can_only_be_exhausted_where_there_is_a_limit() -> None:
+    (exhaust,) = plan_faults([fault("exhaust")], NETWORKS, 8, 0)
+    assert len(exhaust.pods) == len(exhaust.devices) == 1
+    with pytest.raises(UserError, match="only containers of one device have"):
+        plan_faults([fault("exhaust")], NETWORKS, 2, 0)
+
+
 # ---- sending
+
+
+def test_a_cable_is_pulled_and_plugged_in_again() -> None:
+    pods = FakePods()
+    injector = Injector(pods, plan_faults([fault("disconnect", pods=1, seconds=2)], NETWORKS, 2, 0))
+    drive(pods, injector, 4.0)
+    ((away_s, pod, plugged), (back_s, same, again)) = pods.cables
+    assert (away_s, back_s, plugged, again) == (1.0, 3.0, False, True)
+    assert pod == same
+    assert injector.audit()["faults"]["injected"] == 2
+
+
+def test_a_pod_that_is_to_exhaust_its_memory_is_told_so_and_counts_as_killed() -> None:
+    pods = FakePods(deaf=True)
+    injector = Injector(pods, [Injection(1.0, "exhaust", (1,), (1,)), Injection(2.0, "leave", (1, 3))])
+    drive(pods, injector, 3.0)
+    assert [(pod, order["do"]) for _, pod, order in pods.ordered] == [(1, "exhaust")]
+    assert not injector.waiting
 
 
 def test_a_fault_goes_out_when_it_is_due_to_the_pods_of_its_devices() -> None:

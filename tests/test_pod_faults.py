@@ -34,7 +34,8 @@ from agent.wire import (
 )
 from emulator.faults import LIES, Liar, Order, OrderError, Roster
 from emulator.fleet import Fleet
-from testbed.launch import LaunchError, Pods
+from testbed.launch import Pods
+from testbed.pods import LaunchError
 
 if TYPE_CHECKING:
     from conftest import Until
@@ -362,7 +363,7 @@ def test_a_paused_pod_is_silent_until_it_is_resumed(door: Open, until: Until) ->
     server.work(0)
     server.answers(1)
     server.pods.pause(0)
-    process = psutil.Process(server.pods._processes[0].pid)
+    process = psutil.Process(server.pods.pids[0])
     until(lambda: process.status() == psutil.STATUS_STOPPED, "it is stopped")
     server.work(0, 1)
     server.pods.check()  # it lives
@@ -374,12 +375,12 @@ def test_a_pod_killed_on_purpose_is_no_accident_and_others_are(door: Open, until
     server = door()
     server.welcome()
     server.pods.kill(0)
-    until(lambda: server.pods._processes[0].poll() is not None, "it is dead")
+    until(lambda: server.pods._handles[0].code is not None, "it is dead")
     server.pods.check()
     other = door()
     other.welcome()
-    other.pods._processes[0].kill()
-    until(lambda: other.pods._processes[0].poll() is not None, "it is dead")
+    other.pods._handles[0].kill()
+    until(lambda: other.pods._handles[0].code is not None, "it is dead")
     with pytest.raises(LaunchError):
         other.pods.check()
 
@@ -389,7 +390,7 @@ def test_an_order_that_makes_no_sense_ends_the_pod_with_a_reason(door: Open, unt
     server.welcome()
     server.pods.order(0, {"do": "dance"})
     server.pods.exchange()
-    until(lambda: server.pods._processes[0].poll() is not None, "it has ended")
+    until(lambda: server.pods._handles[0].code is not None, "it has ended")
     with pytest.raises(LaunchError, match="an order must be one of leave"):
         server.pods.check()
 

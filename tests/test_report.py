@@ -65,6 +65,7 @@ def make_run(
     losses = losses if losses is not None else [5.5, 5.1, 4.9, 4.8]
     reference = [loss + 1e-6 for loss in losses]
     summary = Summary(
+        links="modelled",
         name="synthetic",
         model="opt-tiny",
         parameters=691_968,

@@ -44,7 +44,7 @@ def line_of(text: str) -> int:
 def test_every_packaged_scenario_loads_and_its_fleet_can_be_drawn(name: str) -> None:
     scenario = load_scenario(name)
     assert scenario.name == name
-    assert scenario.fleet.devices >= 1000
+    assert scenario.fleet.devices >= (1000 if scenario.launch.kind == "processes" else 50)
     assert scenario.training.steps >= 5
     if scenario.fleet.uniform is None:
         draw_fleet(10, scenario.fleet.kinds, scenario.fleet.networks, scenario.seed)
@@ -340,6 +340,22 @@ def test_a_wrong_option_is_told_as_the_user_spelled_it() -> None:
 
 def test_assignments_are_split_at_the_first_equals_sign() -> None:
     assert parse_assignments(["a.b = 1", "c=x=y"]) == {"a.b": "1", "c": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"links.kind": "kernel"}, 'only containers have interfaces of their own, set launch.kind = "docker"'),
+        ({"launch.image": "mine"}, 'image belongs to kind = "docker"; kind is "processes"'),
+        ({"launch.kind": "docker", "clock.kind": "virtual"}, "nothing is started"),
+        ({"launch.kind": "docker", "links.kind": "kernel", "clock.kind": "auto"}, "bytes travel in real time"),
+        ({"faults": '[{at = "1 s", do = "disconnect", seconds = 2}]'}, 'it needs launch.kind = "docker"'),
+        ({"launch.kind": "docker", "faults": '[{at = "1 s", do = "disconnect"}]'}, '"disconnect" needs seconds'),
+    ],
+)
+def test_what_only_containers_can_do_says_so(overrides: dict[str, str], said: str) -> None:
+    with pytest.raises(ScenarioError, match=re.escape(said)):
+        load_scenario("quickstart", overrides)
 
 
 @pytest.mark.parametrize("wrong", ["steps", "=3", ""])

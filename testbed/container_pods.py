@@ -1,0 +1,247 @@
+"""Pods as containers on the run's ground, one container a pod, and nothing left of them when the run is over.
+
+A pod of one device gets the processor time and the memory of its device (`emulator.allotments`); a pod of many gets no
+limits, its devices' times are modelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+
+from emulator.allotments import Allotment, allotment
+from emulator.containers import THREADS, Bridge, Engine, Spec, Stream
+from emulator.fleet import Fleet
+from testbed.ground import Ground
+from testbed.kernel_links import End, KernelLinks
+from testbed.pods import PodGroup, line_of, parts
+
+KILLED = 137  # 128 + SIGKILL
+GOODBYE_S = 3.0  # for pods to end by themselves
+
+
+class PodContainer:
+    """A handle (`testbed.pods`) of a container."""
+
+    def __init__(self, engine: Engine, container: Any, stream: Stream, bridge: Bridge) -> None:
+        self._engine, self._container, self._stream, self._bridge = engine, container, stream, bridge
+        self._lock = threading.Lock()  # the injector reads reports while the run looks whether it lives
+        self._unread = b""
+        self._ended = False
+        self._code: int | None = None
+        self.out_of_memory = False  # known once it has ended
+        self.paused = False
+        engine.do(f"look at {container.name}", container.reload)
+        settings = container.attrs["NetworkSettings"]["Networks"]
+        self.address = str(next(iter(settings.values()))["IPAddress"])
+        self.engine_pid = int(container.attrs["State"]["Pid"])  # on the engine's machine
+
+    @property
+    def pid(self) -> int | None:
+        """If the engine's processes are this machine's, which a local socket does not say for sure."""
+        try:
+            ours = self._engine.local and "emulator.pod" in psutil.Process(self.engine_pid).cmdline()
+        except psutil.Error:
+            return None
+        return self.engine_pid if ours else None
+
+    def _take(self) -> None:
+        received = self._stream.receive()
+        if received is None:
+            self._ended = True
+        else:
+            self._unread += received
+
+    @property
+    def code(self) -> int | None:
+        with self._lock:
+            if self._code is None:
+                if not self._ended:
+                    self._take()
+                if self._ended:
+                    name = self._container.name
+                    self._code = int(self._engine.do(f"wait for {name}", self._container.wait)["StatusCode"])
+                    self._engine.do(f"look at {name}", self._container.reload)
+                    self.out_of_memory = bool(self._container.attrs["State"]["OOMKilled"])
+        return self._code
+
+    @property
+    def was_killed(self) -> bool:
+        return self.code == KILLED
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def tell(self, first: bytes) -> None:
+        """What it waits for; it may be long."""
+        with contextlib.suppress(ConnectionError):  # it has ended; whoever checks will say so
+            self._stream.send_all(first)
+
+    def send(self, data: bytes) -> int:
+        return self._stream.send(data)
+
+    def receive(self) -> bytes | None:
+        with self._lock:
+            if not self._ended:
+                self._take()
+            unread, self._unread = self._unread, b""
+            return None if self._ended and not unread else unread
+
+    def last_words(self) -> str:
+        return self._stream.errors.decode(errors="replace")
+
+    def fate(self) -> str:
+        return f"exit code {self.code}, " + ("out of memory" if self.out_of_memory else "not by us")
+
+    def kill(self) -> None:
+        self._engine.do("kill a container", self._container.kill)
+
+    def pause(self) -> None:
+        self._engine.do("pause a container", self._container.pause)
+        self.paused = True
+
+    def resume(self) -> None:
+        if self.paused and self.code is None:
+            self._engine.do("unpause a container", self._container.unpause)
+        self.paused = False
+
+    def disconnect(self) -> None:
+        self._engine.do(
+            "disconnect a container",
+            self._engine.client.api.disconnect_container_from_network,
+            self._container.id,
+            self._bridge.id,
+            force=True,
+        )
+
+    def reconnect(self) -> None:
+        """With its old address: as a cable that is plugged in again."""
+        self._engine.do(
+            "connect a container",
+            self._engine.client.api.connect_container_to_network,
+            self._container.id,
+            self._bridge.id,
+            ipv4_address=self.address,
+        )
+
+    def used_bytes(self) -> int:
+        if self.code is not None:
+            return 0
+        told = self._engine.do("ask how much memory is used", self._container.stats, stream=False, one_shot=True)
+        return int(told["memory_stats"].get("usage", 0))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class ContainerPods(PodGroup):
+    def __init__(
+        self, ground: Ground, fleet: Fleet, count: int, address: str, links: str, absent: Iterable[int], scale: float
+    ) -> None:
+        super().__init__(fleet, count)
+        self._ground = ground
+        self.started = 0
+        self.start_s = 0.0
+        inside = ground.look_inside(address)
+        self.allotments = allotments(fleet, inside.core_flops, links != "off") if count == len(fleet) else None
+        options = ["--ps", address, "--links", links, "--scale", str(scale)]
+        if inside.clock_offset_ns:
+            options += ["--clock-offset-ns", str(inside.clock_offset_ns)]
+        self._command = ["emulator.pod", *options]
+        self._parts = list(parts(fleet, count, absent))
+        self._running: list[PodContainer | None] = [None] * len(self._parts)
+        self.links = KernelLinks(ground) if links == "kernel" else None
+
+    def start(self) -> None:
+        """All of them, several at a time; then their links; then they are told who they are, and join."""
+        begun = time.monotonic()
+        with ThreadPoolExecutor(THREADS) as pool:
+            waiting = [pool.submit(self._start, pod) for pod in range(len(self._parts))]
+            try:
+                for future in waiting:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self.start_s = time.monotonic() - begun
+        if self.links is not None:
+            ends = [End(pod.engine_pid, pod.address) for pod in self._handles]
+            for part, more in zip(self._parts, self.links.shape(self.fleet, ends), strict=True):
+                part |= more
+        for pod, part in zip(self._handles, self._parts, strict=True):
+            pod.tell(line_of(part))
+
+    def _start(self, pod: int) -> None:
+        engine, bridges = self._ground.engine, self._ground.bridges
+        bridge = bridges[pod % len(bridges)]
+        limits = self.allotments[pod] if self.allotments else Allotment(0, 0, 0, False)
+        spec = Spec(
+            f"cleave-{engine.run}-{pod}",
+            self._command,
+            bridge.id,
+            limits.quota_us,
+            limits.period_us,
+            limits.memory_bytes,
+            labels={"cleave.pod": str(pod)},
+        )
+        container, stream = engine.start(spec, self._ground.image)
+        self._running[pod] = PodContainer(engine, container, stream, bridge)
+        self.started += 1
+
+    def check(self) -> None:
+        super().check()
+        if self.links is not None:
+            self.links.check()
+
+    @property
+    def links_told(self) -> str:
+        return "modelled" if self.links is None else self.links.told()
+
+    def reconnect(self, pod: int) -> None:
+        """A new interface, which knows nothing of the old one's limits."""
+        super().reconnect(pod)
+        if self.links is not None:
+            self.links.again(pod)
+
+    def limits_told(self) -> str:
+        """For people: what the quotas are."""
+        if self.allotments is None:
+            return ""
+        shares = sorted(limits.share for limits in self.allotments)
+        capped = sum(limits.capped for limits in self.allotments)
+        told = f"; CPU quotas {shares[0]:.2f} to {shares[-1]:.2f} of a core"
+        return told + (f", {capped} devices are faster than a core of that host" if capped else "")
+
+    @property
+    def _handles(self) -> Sequence[PodContainer]:
+        return [pod for pod in self._running if pod is not None]
+
+    def memory_bytes(self) -> int:
+        if self.pids:
+            return super().memory_bytes()
+        with ThreadPoolExecutor(THREADS) as pool:
+            return sum(pool.map(PodContainer.used_bytes, self._handles))
+
+    def stop(self) -> None:
+        """Also those that threads have started after an error: whatever carries the run's label."""
+        if self.links is not None:
+            self.links.close()
+        for pod in self._handles:
+            pod.resume()  # whoever is paused hears nothing
+        deadline = time.monotonic() + GOODBYE_S
+        while time.monotonic() < deadline and any(pod.code is None for pod in self._handles):
+            time.sleep(0.05)
+        for pod in self._handles:
+            pod.close()
+        self._ground.engine.remove_containers(self._ground.engine.run)
+
+
+def allotments(fleet: Fleet, core_flops: float, modelled: bool) -> list[Allotment]:
+    rates, budgets = fleet.profiles["flops"].tolist(), fleet.profiles["memory_bytes"].tolist()
+    return [allotment(rate, budget, core_flops, modelled) for rate, budget in zip(rates, budgets, strict=True)]

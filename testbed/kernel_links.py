@@ -1,0 +1,141 @@
+"""Kernel links for the containers of a run: which devices are behind which interface, and who tells the kernel.
+
+A one-device container's device has the container's own address. A pod of many gets a range of addresses of its own,
+one for each device. The work itself (`emulator.shaping`) is done by a short-lived container that sees the engine's
+interfaces and processes and may change them: so it also works on another machine, and for users who may use Docker
+without being root.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from typing import Any
+
+import numpy as np
+
+from agent.errors import Failure, UserError
+from emulator.containers import Spec, Stream
+from emulator.fleet import Fleet
+from emulator.link import NO_TRACE, link_specs, links_to_json, plain_links
+from emulator.shaping_plan import PodLinks, addresses
+from emulator.subnets import free_subnets, split
+from testbed.ground import Ground
+
+INTERFACE = "eth*"  # an engine calls a container's first one eth0, and one that is given back eth1
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A container that runs."""
+
+    pid: int  # on the engine's machine
+    address: str
+
+
+class KernelLinks:
+    def __init__(self, ground: Ground) -> None:
+        """Says at once if the engine's kernel cannot do it."""
+        self._ground = ground
+        self._asked = 0
+        self._pods: list[PodLinks] = []
+        self._traces: list[Any] = []
+        self._following: dict[str, tuple[int, float]] = {}  # address -> its trace, and where in it it began
+        self._followed_since = 0.0
+        self._changing = threading.Lock()
+        self._follower: tuple[Any, Stream] | None = None  # the container that changes rates
+        self.in_user_space: tuple[str, ...] = ()
+        self.seconds = 0.0  # that shaping took, with the start of its container
+        self.netem = bool(self._ask("apply", [])["netem"])  # no links yet: only whether it could
+
+    def shape(self, fleet: Fleet, ends: Sequence[End]) -> list[dict[str, Any]]:
+        """The links of all devices, which are dealt to these containers; what each pod has to know of its own."""
+        begun = time.monotonic()
+        specs = link_specs(fleet.profiles, fleet.links or plain_links(len(fleet)))
+        prefixes: Sequence[IPv4Network | None] = [None] * len(ends)
+        if len(ends) < len(fleet):
+            free = next(free_subnets(self._ground.engine.used_ranges()), None)
+            if free is None:
+                raise UserError('there is no free range of addresses for the devices: use links.kind = "model"')
+            prefixes = split(free, len(ends))
+        told: list[dict[str, Any]] = []
+        for number, (end, prefix) in enumerate(zip(ends, prefixes, strict=True)):
+            mine = specs[number :: len(ends)]
+            own = [end.address] if prefix is None else addresses(str(prefix), len(mine))
+            devices = tuple(zip(own, mine, strict=True))
+            self._pods.append(PodLinks(INTERFACE, devices, end.pid, None if prefix is None else str(prefix)))
+            told.append({"addresses": own, "latency_in_pod": not self.netem})
+        applied = self._ask("apply", self._pods)
+        self.in_user_space = tuple(applied["in_user_space"])
+        if fleet.links is not None and fleet.links.traces:
+            self._traces = links_to_json(fleet.links)["traces"]
+            for device in np.flatnonzero(fleet.links.table["trace"] != NO_TRACE).tolist():
+                row, pod = fleet.links.table[device], device % len(ends)
+                address = told[pod]["addresses"][device // len(ends)]
+                self._following[address] = (int(row["trace"]), float(row["offset_s"]))
+            self._follow()
+        self.seconds = time.monotonic() - begun
+        return told
+
+    def _follow(self) -> None:
+        """Rates that change: a container that changes them, until its input ends."""
+        passed_s = time.monotonic() - self._followed_since if self._followed_since else 0.0
+        self._followed_since = self._followed_since or time.monotonic()
+        following = {address: (trace, offset_s + passed_s) for address, (trace, offset_s) in self._following.items()}
+        told = {"pods": [pod.to_json() for pod in self._pods], "traces": self._traces, "following": following}
+        container, stream = self._ground.engine.start(self._spec("emulator.link_follow"), self._ground.image)
+        stream.send_all(json.dumps(told).encode() + b"\n")
+        self._follower = container, stream  # only now: whoever checks must not read while this is being sent
+
+    def check(self) -> None:
+        """Raise if rates follow their traces no more. The injector may be about to put another in its place: then
+        there is nothing to say."""
+        if self._changing.acquire(blocking=False):
+            try:
+                if self._follower is not None and self._follower[1].receive() is None:
+                    said = self._follower[1].errors.decode(errors="replace").strip().removeprefix("link follow: ")
+                    raise Failure(f"links follow their traces no more: {said or 'it ended'}")
+            finally:
+                self._changing.release()
+
+    def again(self, pod: int) -> None:
+        """Of a container that has got a new interface."""
+        with self._changing:
+            self.close()
+            self._ask("clear", [self._pods[pod]])
+            self._ask("apply", [self._pods[pod]])
+            if self._following:
+                self._follow()
+
+    def close(self) -> None:
+        """Nothing changes any more; the links end with their containers."""
+        if self._follower is not None:
+            self._follower[1].close()
+            self._ground.engine.do("remove a container", self._follower[0].remove, force=True)
+            self._follower = None
+
+    def told(self) -> str:
+        """For people, and for the summary."""
+        if not self.in_user_space:
+            return "shaped by the kernel"
+        return f"rates shaped by the kernel, {', '.join(self.in_user_space)} held in user space (no netem there)"
+
+    def _spec(self, *command: str) -> Spec:
+        self._asked += 1
+        return Spec(f"cleave-{self._ground.engine.run}-links-{self._asked}", command, "host", shapes_links=True)
+
+    def _ask(self, what: str, pods: Sequence[PodLinks]) -> dict[str, Any]:
+        engine = self._ground.engine
+        spec = self._spec("emulator.shaping", what)
+        question = json.dumps({"pods": [pod.to_json() for pod in pods]}).encode()
+        code, output, errors = engine.ask(spec, self._ground.image, question)
+        if code == 2:
+            raise UserError(errors.strip().removeprefix("shaping: "))
+        if code != 0:
+            raise Failure(f"links could not be shaped (exit code {code}): {errors.strip()[-500:]}")
+        answer: dict[str, Any] = json.loads(output)
+        return answer
