@@ -354,14 +354,13 @@ def _socket(namespace: int | str | None) -> Netlink:
 
 def _find(link: Netlink, name: str, where: str) -> Interface:
     """By its name, or by a pattern that only one has: an engine calls a container's first interface eth0, and eth1 if
-    it was taken away and given back. A host may have hundreds, and is asked for all of them only if need be."""
-    if (found := link.interface(name)) is not None:
-        return found
-    interfaces = link.interfaces()
-    matching = fnmatch.filter(interfaces, name)
-    if len(matching) != 1:
-        raise ShapingError(f"there is no interface {name} in {where}; there are {', '.join(sorted(interfaces))}")
-    return interfaces[matching[0]]
+    it was taken away and given back."""
+    if "*" in name and len(names := fnmatch.filter(link.interfaces(), name)) == 1:
+        name = names[0]
+    found = link.interface(name)
+    if found is None:
+        raise ShapingError(f"there is no interface {name} in {where}; there are {', '.join(sorted(link.interfaces()))}")
+    return found
 
 
 def _explained(error: NetlinkError, what: str, asked: PodLinks) -> ShapingError:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from agent.errors import Failure, UserError
 from emulator.allotments import Allotment, allotment
 from emulator.containers import THREADS, Bridge, Engine, Spec, Stream
 from emulator.fleet import Fleet
@@ -204,10 +205,16 @@ class ContainerPods(PodGroup):
         return "modelled" if self.links is None else self.links.told()
 
     def reconnect(self, pod: int) -> None:
-        """A new interface, which knows nothing of the old one's limits."""
-        super().reconnect(pod)
-        if self.links is not None:
-            self.links.again(pod)
+        """A new interface, which knows nothing of the old one's limits. Who has died meanwhile needs none."""
+        handle = self._handles[pod]
+        try:
+            if handle.code is None:
+                super().reconnect(pod)
+                if self.links is not None:
+                    self.links.again(pod)
+        except (UserError, Failure):
+            if handle.code is None:
+                raise
 
     def limits_told(self) -> str:
         """For people: what the quotas are."""

@@ -43,7 +43,7 @@ source = "made up"
 BUDGET_BYTES = 64_000_000
 SCENARIO = """
 name = "containers"
-seed = 1
+seed = 8 # the faults hit four different containers
 [model]
 name = "opt-tiny"
 [data]
@@ -156,7 +156,7 @@ def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothin
     assert told["pods"] == told["devices"] == 6
     assert "shaped by the kernel" in told["links"]
     done_to = {fault["do"]: fault["done"] for fault in told["audit"]["faults"]["list"]}
-    assert {"stop": 1, "disconnect": 1, "kill": 1, "exhaust": 1}.items() <= done_to.items()
+    assert done_to == dict.fromkeys(("stop", "continue", "disconnect", "reconnect", "kill", "exhaust"), 1)
     assert "was killed (exit code 137, out of memory): the run goes on without it" in log.read_text()
     assert told["lost_devices"] >= 2
     assert not ours(at)
