@@ -30,8 +30,9 @@ Format = Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")]
 def invite(
     uses: Annotated[int, typer.Option(metavar="N", help="How many phones may join with it.")] = 1,
     expires: Annotated[str, typer.Option(metavar="DURATION", help='For how long, e.g. "2 h".')] = "1 day",
-    host: Annotated[
-        str | None, typer.Option(metavar="HOST", help="This machine, as phones call it, if not its own address.")
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Where phones reach the server, if not where it listens."),
     ] = None,
     port: Annotated[int, typer.Option(metavar="PORT", help="Where the files are served over HTTP.")] = 8733,
     state: State = None,
@@ -56,6 +57,8 @@ def invite(
     from testbed.inviting import new_invitation, own_addresses
 
     own = own_addresses()
+    given = address.removeprefix("tcp://") if address else ""
+    host = given.rpartition(":")[0] if ":" in given and not given.endswith("]") else given
     url = f"http://{host or (own[0] if own else '127.0.0.1')}:{port}"
     access = _access(state)
     serving = (
@@ -63,7 +66,7 @@ def invite(
         if _is_served(url, port)
         else Serving("127.0.0.1" if url.startswith("http://127.") else "0.0.0.0", port, url)
     )
-    invited = new_invitation(access, uses, parse_duration(expires), [host] if host else [])
+    invited = new_invitation(access, uses, parse_duration(expires), [address] if address else [])
     command = paste(bootstrap(build(), url), url, invited.link)
     print(f"{_qr_code(command)}\n{command}\n", flush=True)
     print(f"Paste it into Termux. To withdraw it: cleave invitations revoke {invited.id}", flush=True)

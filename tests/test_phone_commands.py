@@ -49,10 +49,10 @@ def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     start: Start, guarded: Server, access: AccessFile, termux: Termux
 ) -> None:
     port = str(free_port())
-    invite = start("-c", CLEAVE, "phones", "invite", "--host", "127.0.0.1", "--port", port)
+    invite = start("-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1", "--port", port)
     command = invite.expect("curl -fsSO ")
     invite.expect("until Ctrl-C")
-    again = start("-c", CLEAVE, "phones", "invite", "--host", "127.0.0.1", "--port", port)
+    again = start("-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1:5555", "--port", port)  # elsewhere, too
     assert again.wait() == 0
     assert "from a server that runs already" in again.output
     done = termux.sh(f"{command} --name my-phone --unmeasured")
