@@ -35,7 +35,7 @@ def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence
     with Ground(asked, pods) as ground, ExitStack() as stack:
         links = KernelLinks(ground)
         stack.callback(links.close)
-        host = ground.listen_on("127.0.0.1")
+        host = ground.server_host()
         listening = socket.socket()
         listening.bind((host, 0))
         listening.listen(1024)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from processes import LIMIT_S, Multiplication, grid
 
+from agent.keys import Keys
 from emulator import netlink
 from emulator.link import LinkSpec
 from emulator.link_lab import POD_ADDRESS, PREFIX, SERVER_ADDRESS, LinkLab, link_lab
@@ -23,6 +24,7 @@ from emulator.link_probe import Asked, ProbeServer, measure
 from emulator.netlink import Netlink, in_namespace
 from emulator.shaping import Kernel, PrefixTaken, ShapingError, apply, change, clear, probe
 from emulator.shaping_plan import PodLinks, addresses, class_rate
+from ps.access_file import AccessFile
 from ps.server import Server
 
 if TYPE_CHECKING:
@@ -162,20 +164,26 @@ def test_rates_both_ways_are_what_was_asked_for_from_two_to_one_to_twenty_to_one
         assert got.up_bps == pytest.approx(one.up_bps, rel=0.05)
 
 
-def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(lab: LinkLab, start: Start) -> None:
+def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
+    lab: LinkLab, start: Start, tmp_path: Path
+) -> None:
     specs = [replace(PLAIN, rate_down_bps=2e6 * (1 + i), rate_up_bps=1e6) for i in range(4)]
     pod = pod_links(lab, *specs)
     apply([pod], GOOD)
-    server = in_namespace(lab.server, lambda: Server(SERVER_ADDRESS)).start()
+    keys, access = Keys.new(), AccessFile(tmp_path)
+    pods_at = f"tcp://{SERVER_ADDRESS}:0"
+    server = in_namespace(lab.server, lambda: Server(unlisted=[pods_at], access=access)).start()
+    server.trust(keys.public, "the pod", len(specs))
     try:
         told = {
             "profiles": [[50e9, 1e-4, spec.rate_down_bps, spec.rate_up_bps, 0.0, 2**30, 4] for spec in specs],
             "labels": [f"emulated-{i}" for i in range(4)],
             "addresses": [address for address, _ in pod.devices],
             "latency_in_pod": False,
+            "curve": {"server": server.public_key, "secret": keys.secret},
         }
         inside = f"from emulator import netlink, pod; netlink.enter({lab.pod!r}); pod.main()"
-        started = start("-c", inside, "--ps", server.address, "--links", "kernel", stdin=json.dumps(told))
+        started = start("-c", inside, "--ps", server.unlisted_addresses[0], "--links", "kernel", stdin=json.dumps(told))
         assert server.wait_for_devices(4, LIMIT_S), started.output
         Multiplication(server, (1, 256, 256, 256), grid(256, 256, 64, [0, 1, 2, 3])).check()
         columns = server.records.columns()
