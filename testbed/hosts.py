@@ -140,6 +140,7 @@ class InContainers:
         count, keys = place.pod_count, Keys.new()
         server.trust(keys.public, "containers of this run", max(2, len(place.fleet)))  # one could not move
         address, links = self._ground.server_at(server.unlisted_addresses[0]), place.scenario.links.kind
+        display.say(f"containers join at {address}, encrypted")
         curve = Curve(server.public_key, keys)
         pods = ContainerPods(self._ground, place.fleet, count, address, links, place.absent, scale, curve)
         try:

@@ -204,7 +204,7 @@ def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_els
 
 def connected_to(run: subprocess.Popen[bytes], log: Path) -> set[str]:
     """Who has a connection to the server of this run, in its own network namespace."""
-    match = re.search(r"server at tcp://[0-9.]+:(\d+)", log.read_text())
+    match = re.search(r"containers join at tcp://[0-9.]+:(\d+)", log.read_text())
     assert match
     found = set()
     for line in Path(f"/proc/{run.pid}/net/tcp").read_text().splitlines()[1:]:
