@@ -142,8 +142,9 @@ class OwnConnections:
             self.socket.send(_identity(device), zmq.SNDMORE)
             send_frames(self.socket, encode(message))
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # closed meanwhile
+            if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self._spoke_s.pop(device, None)  # it has no connection any more, and no heart that beats
             return
         self._spoke_s[device] = self._now_s()
         self._spoke_s.move_to_end(device)

@@ -55,6 +55,14 @@ class Fleet:
     def __len__(self) -> int:
         return len(self.device_names)
 
+    def take(self, devices: Sequence[int]) -> Fleet:
+        """Some of them, who begin to count anew."""
+        chosen = list(devices)
+        links = None if self.links is None else self.links.take(chosen)
+        models = None if self.models is None else self.models.part(chosen)
+        kinds, networks = ([names[one] for one in chosen] for names in (self.device_names, self.network_names))
+        return Fleet(self.profiles[chosen], kinds, networks, self.basis, links, models)
+
     @property
     def labels(self) -> list[str]:
         """What each device is called when it joins."""

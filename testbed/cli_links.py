@@ -31,9 +31,9 @@ def check(
 ) -> None:
     """Asked against achieved: rate down, rate up and round trip of a sample of devices, with a verdict.
 
-    The links of all devices of the scenario's fleet are made by the kernel, between two network namespaces of this
-    machine that end with the command (root), and those of the sample are measured over TCP, many at a time, in both
-    directions at once.
+    The links of all devices of the scenario's fleet are made by the kernel, and those of the sample are measured over
+    TCP, many at a time, in both directions at once: from inside containers if launch.kind is "docker", otherwise
+    between two network namespaces of this machine that end with the command (root).
 
     \b
       cleave links check quickstart --set fleet.devices=2000 --set fleet.line_share=0.05
@@ -52,14 +52,19 @@ def check(
     from rich.console import Console
 
     from testbed import link_check
-    from testbed.fleets import make_fleet
+    from testbed.fleets import make_fleet, pods_for
 
     console = Console(highlight=False, stderr=format == "json")
     console = console if console.is_terminal else Console(highlight=False, stderr=format == "json", width=130)
     fleet = make_fleet(loaded.fleet, loaded.links, loaded.seed)
     chosen = link_check.choose(len(fleet), sample, loaded.seed)
     console.print(f"making {len(fleet):,} links, then measuring {len(chosen)}; up to a minute or two", style="dim")
-    applied, rows = link_check.check_here(fleet, chosen)
+    if loaded.launch.kind == "docker":
+        from testbed.link_check_containers import check_in_containers
+
+        applied, rows = check_in_containers(loaded.launch, pods_for(loaded.fleet, loaded.launch), fleet, chosen)
+    else:
+        applied, rows = link_check.check_here(fleet, chosen)
     if format == "json":
         import json
 

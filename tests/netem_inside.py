@@ -22,7 +22,7 @@ from emulator.shaping import apply, change, clear, probe
 from emulator.shaping_plan import PodLinks, addresses
 
 TICK_S = 64e-9
-PINGS = 11
+PINGS = 7
 
 
 def read_back(lab: LinkLab) -> dict[str, dict[int, dict[str, float]]]:

@@ -222,6 +222,21 @@ print(json.dumps([time.monotonic() - begun, time.process_time() - spent]), flush
 """
 
 
+@pytest.mark.parametrize(("devices", "pods"), [(3, 3), (40, 2)])
+def test_links_are_checked_from_inside_containers_and_nothing_is_left(
+    at: TestEngine, tmp_path: Path, devices: int, pods: int
+) -> None:
+    file = scenario(tmp_path, devices, pods, 1)
+    options = ["--set", "fleet.line_share=0.02", "--sample", "3", "--format", "json"]
+    done = at.cleave("links", "check", file, *options, cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr  # 1: this machine was too busy for its links
+    told = json.loads(done.stdout)
+    assert told["applied"]["devices"] == devices
+    assert len(told["devices"]) == 3
+    assert all(row["down_bps"] > 0 and row["up_bps"] > 0 for row in told["devices"])
+    assert not ours(at)
+
+
 def test_a_quota_is_really_a_limit(at: TestEngine) -> None:
     share = allotment(20e9, 1 << 30, 80e9, modelled=False).share
     limits = allotment(20e9, 1 << 30, 80e9, modelled=False)
