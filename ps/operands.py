@@ -92,12 +92,15 @@ def parcels(
     held: tuple[Held, Held],
     piece_ids: Iterator[int],
     generous: bool = False,
+    apart: bool = False,
 ) -> Iterator[Parcel]:
     """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made. `generous`: a
-    small operand of which many parts are wanted is sent as it is, which costs less than to find and pack the parts."""
+    small operand of which many parts are wanted is sent as it is, which costs less than to find and pack the parts.
+    `apart`: a message a block, so that a device computes the first while the next is on its way: a message is there
+    when all of it is."""
     inner = operands[0].array.shape[2]
-    group = np.zeros(len(tiles), np.int64)
-    if operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
+    group = np.arange(len(tiles)) if apart else np.zeros(len(tiles), np.int64)
+    if not apart and operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
         group = np.cumsum(4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])) // MESSAGE_BYTES
     todo = np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(group)) + 1)[::-1]
     while todo:

@@ -87,7 +87,16 @@ class Shipping:
         down_bytes = np.array([record.down_bytes[block] for block in blocks])
         local = np.array([peer.index[device] for device in devices])
         for parcel in parcels(
-            job, factors, record.tiles[index], index, local, down_bytes, held, peer.piece_ids, peer.many
+            job,
+            factors,
+            record.tiles[index],
+            index,
+            local,
+            down_bytes,
+            held,
+            peer.piece_ids,
+            generous=peer.many,
+            apart=not peer.many,
         ):
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel, stamp_ns)

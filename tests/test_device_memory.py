@@ -166,15 +166,15 @@ def test_a_piece_is_released_as_soon_as_no_block_needs_it(serve: Serve, puppet_a
     product = Multiplication(
         server, Operand(numbers(1, 16, 24)), Operand(numbers(1, 32, 24)), plan_of(STRIP, [0] * 4, STRIP_FRESH)
     )
-    first = puppet.work()
-    one, two = first.blocks.tolist()
-    assert len(first.pieces) == 2  # the rows, and the columns of both blocks
+    first, second = puppet.work(), puppet.work()
+    (one,), (two,) = first.blocks.tolist(), second.blocks.tolist()
+    assert (len(first.pieces), len(second.pieces)) == (2, 1)  # the rows, and the columns of each block
     puppet.answer(one)
     third = puppet.work()
-    assert third.released.tolist() == []  # the second block needs what the first one needed
+    assert third.released.tolist() == [one[4]]  # its columns; the second block needs the rows, too
     puppet.answer(two)
     fourth = puppet.work()
-    assert fourth.released.tolist() == [one[4]]
+    assert fourth.released.tolist() == [two[4]]
     (last,) = fourth.blocks.tolist()
     assert last[3] == one[3], "the rows are still there"
     (before,) = third.blocks.tolist()

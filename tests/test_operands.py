@@ -32,8 +32,9 @@ Tile = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column,
 class Line:
     """A connection: what the server knows that the other side holds, and what the other side really holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
         self.receiver = Operands()
+        self._apart = apart
         self._held: dict[int, tuple[Held, Held]] = {}
         self.piece_ids = count()
         self.parcels: list[Parcel] = []
@@ -44,7 +45,15 @@ class Line:
         held = self._held.setdefault(job, (Held(), Held()))
         arrived: list[tuple[int, int, int]] = []
         for parcel in parcels(
-            job, operands, np.array(tiles), np.array(blocks), devices, down_bytes, held, self.piece_ids
+            job,
+            operands,
+            np.array(tiles),
+            np.array(blocks),
+            devices,
+            down_bytes,
+            held,
+            self.piece_ids,
+            apart=self._apart,
         ):
             for row in self.bring(parcel):
                 assert row[1] == job
@@ -183,7 +192,7 @@ def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) ->
     shape = data.draw(shapes)
     operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
     tiles = data.draw(any_tiling(shape))
-    line = Line()
+    line = Line(apart=data.draw(st.booleans()))
     for call in data.draw(in_calls(tiles)):
         line.send(7, operands, [tiles[n] for n in call], call)
         again = data.draw(halves(tiles[call[0]]))
@@ -231,6 +240,16 @@ def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
     sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
     assert sum(sizes) == 40 * 32
     assert 5 * 32 <= max(sizes) <= 6 * 32
+
+
+def test_a_device_with_a_line_of_its_own_gets_the_strips_of_a_rectangle_one_by_one_and_their_slab_once() -> None:
+    shape = Shape(1, 80, 4, 30)
+    strips = [(0, 1, row, 20, 0, 30) for row in range(0, 80, 20)]
+    line = Line(apart=True)
+    line.send(0, operands_of(shape), strips, range(4))
+    assert [len(parcel.blocks) for parcel in line.parcels] == [1, 1, 1, 1]
+    sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
+    assert sizes == [16 * (20 + 30), 16 * 20, 16 * 20, 16 * 20]
 
 
 # ---- nothing travels twice
