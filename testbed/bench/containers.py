@@ -28,7 +28,7 @@ from testbed.scenario import Launch
 
 GFLOPS = (5.0, 10.0, 20.0, 40.0)
 BLOCKS, BLOCK_S = 12, 0.25
-INNER, COLUMNS = 1024, 512
+INNER, COLUMNS = 1536, 1536  # few bytes for the arithmetic
 
 
 def fleet(gflops: float) -> Fleet:
