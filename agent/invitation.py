@@ -79,7 +79,10 @@ def check_host_port(address: str) -> str:
 
 
 def _addresses(text: str) -> tuple[str, ...]:
-    addresses = tuple(check_host_port(address) for address in text.split(","))
+    try:
+        addresses = tuple(check_host_port(address) for address in text.split(","))
+    except UserError:  # not what it says: a damaged link may have its token there
+        raise UserError("the invitation's address is not a host and a port; copy it again, whole") from None
     if len(addresses) > MAX_ADDRESSES:
         raise UserError(f"the invitation has {len(addresses)} addresses, at most {MAX_ADDRESSES} are allowed")
     return addresses
