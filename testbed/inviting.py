@@ -34,10 +34,14 @@ class Invited:
         return f"python -m agent --invitation {shlex.quote(self.link)}"
 
     def qr_code(self) -> str:
-        """For a terminal, two rows of squares a line."""
-        out = io.StringIO()
-        segno.make(self.link, error="l", micro=False).terminal(out, compact=True, border=2)
-        return out.getvalue()
+        return qr_code(self.link)
+
+
+def qr_code(text: str) -> str:
+    """For a terminal, two rows of squares a line."""
+    out = io.StringIO()
+    segno.make(text, error="l", micro=False).terminal(out, compact=True, border=2)
+    return out.getvalue()
 
 
 def new_invitation(access: AccessFile, uses: int, lifetime_s: float, given: Sequence[str]) -> Invited:

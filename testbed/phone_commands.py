@@ -54,7 +54,7 @@ def invite(
     from agent.units import parse_duration
     from android.bundle import bootstrap, build
     from android.serving import Serving, paste
-    from testbed.inviting import new_invitation, own_addresses
+    from testbed.inviting import new_invitation, own_addresses, qr_code
 
     own = own_addresses()
     given = address.removeprefix("tcp://") if address else ""
@@ -68,7 +68,7 @@ def invite(
     )
     invited = new_invitation(access, uses, parse_duration(expires), [address] if address else [])
     command = paste(bootstrap(build(), url), url, invited.link)
-    print(f"{_qr_code(command)}\n{command}\n", flush=True)
+    print(f"{qr_code(command)}\n{command}\n", flush=True)
     print(f"Paste it into Termux. To withdraw it: cleave invitations revoke {invited.id}", flush=True)
     if serving is None:
         print(f"The files are at {url}, from a server that runs already", flush=True)
@@ -232,13 +232,3 @@ def _server_port(access: AccessFile) -> int:
             "or say where one will be: --server-port 5555"
         )
     return int(ports.pop())
-
-
-def _qr_code(text: str) -> str:
-    import io
-
-    import segno
-
-    out = io.StringIO()
-    segno.make(text, error="l", micro=False).terminal(out, compact=True, border=2)
-    return out.getvalue()
