@@ -7,6 +7,7 @@ products, which products somebody waits for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 
 from agent.errors import UserError
+from ps.layerdrop import LayersStay, never_drops
 
 aten = torch.ops.aten
 # operation -> positions of its left and right factor
@@ -43,6 +45,7 @@ class Node:
     inputs: tuple[int, ...]
     product: tuple[int, int] | None
     urgent: bool
+    behind: int  # how many products of a backward pass wait for it, one after another
     heavy: bool  # it runs here for a while: products that are ready go out before it
 
 
@@ -67,10 +70,12 @@ def distribute(model: torch.nn.Module, run: Runner) -> Callable[..., Any]:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     backend = aot_autograd(fw_compiler=_compiler("forward", run), bw_compiler=_compiler("backward", run))
     compiled = torch.compile(model, backend=backend, dynamic=False)
+    whole = LayersStay() if never_drops(model) else contextlib.nullcontext()
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return compiled(*arguments, **keywords)
+            with whole:
+                return compiled(*arguments, **keywords)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, CaptureError):
                 raise error.inner_exception from None
@@ -119,15 +124,16 @@ def prepare(name: str, module: fx.GraphModule) -> Program:
         for j in needed:
             users[j].append(i)
     is_product = [node.op == "call_function" and node.target in PRODUCTS for node in fx_nodes]
-    leads_to_product = [False] * len(fx_nodes)
+    behind = [0] * len(fx_nodes)
     for i in reversed(range(len(fx_nodes))):
-        leads_to_product[i] = any(is_product[u] or leads_to_product[u] for u in users[i])
+        behind[i] = max((behind[u] + is_product[u] for u in users[i]), default=0)
     nodes = tuple(
         Node(
             node,
             tuple(inputs[i]),
             PRODUCTS[node.target] if is_product[i] else None,
-            urgent=name == "forward" or leads_to_product[i],
+            urgent=name == "forward" or behind[i] > 0,
+            behind=behind[i] if name == "backward" else 0,
             heavy=node.op == "call_function" and not is_product[i] and _values(node) >= HEAVY_VALUES,
         )
         for i, node in enumerate(fx_nodes)

@@ -5,7 +5,8 @@ needed. Values are dropped after their last use.
 
 Products that become ready together go out together and are planned together: m products that share the fleet end about
 sqrt(m) times sooner than one after the other, since larger rectangles have less perimeter to download. For the same
-reason products for which nobody waits (weight gradients) are held back until they can go out in one group.
+reason a product of the backward pass is held back while others are under way for which more products wait, one after
+another: weight gradients, for which nobody waits, go out last, in one group.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -94,19 +95,15 @@ class Executor:
         uses = [len(users) for users in program.users]
         done: SimpleQueue[int] = SimpleQueue()
         outputs: dict[int, torch.Tensor] = {}  # products under way
-        waiting: list[Product] = []  # to go out together
-        shelf: list[Product] = []  # nobody waits for these
-        urgent = sum(node.product is not None and node.urgent for node in program.nodes)  # and not finished
-        under_way = 0
+        waiting: dict[int, Product] = {}  # to go out together
         # what takes long here comes last
         ready = [(node.heavy, i) for i, node in enumerate(program.nodes) if not missing[i] and i not in values]
         heapq.heapify(ready)
         unfinished = len(program.nodes)
 
         def finish(index: int) -> None:
-            nonlocal unfinished, urgent
+            nonlocal unfinished
             unfinished -= 1
-            urgent -= program.nodes[index].product is not None and program.nodes[index].urgent
             for user in program.users[index]:
                 missing[user] -= 1
                 if missing[user] == 0:
@@ -120,17 +117,11 @@ class Executor:
             finish(index)
         while unfinished:
             if not ready or ready[0][0]:
-                fleet_idles = bool(ready) and not (waiting or under_way)
-                if not urgent or fleet_idles or sum(product.operand_bytes for product in shelf) > SHELF_BYTES:
-                    waiting += shelf
-                    shelf.clear()
-                if waiting:
-                    self.engine.submit(*waiting)
-                    under_way += len(waiting)
-                    waiting.clear()
+                group = _next_group(program, waiting, outputs.keys() - waiting.keys())
+                if group:
+                    self.engine.submit(*(waiting.pop(index) for index in group))
             if not ready:
                 finished = self._collect(done)
-                under_way -= len(finished)
                 for index in finished:
                     node = program.nodes[index]
                     arguments, keywords = _arguments(program, node.fx_node, values)
@@ -141,8 +132,7 @@ class Executor:
             node = program.nodes[index]
             arguments, keywords = _arguments(program, node.fx_node, values)
             if node.product is not None and (made := self._product(program, node, index, arguments, done)) is not None:
-                outputs[index], product = made
-                (waiting if product.urgent else shelf).append(product)
+                outputs[index], waiting[index] = made
                 continue
             values[index] = _evaluate(program, node.fx_node, arguments, keywords)
             finish(index)
@@ -193,6 +183,15 @@ class Executor:
         finished = self.engine.collect(done)
         self.spent.waiting_s += time.perf_counter() - begun
         return finished
+
+
+def _next_group(program: Program, waiting: Mapping[int, Product], under_way: Collection[int]) -> list[int]:
+    """Those that most products wait for, one after another. The others would only take devices from them: they wait
+    until as many wait for them as for any other, or until there is too much of them."""
+    if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
+        return list(waiting)
+    most = max((program.nodes[index].behind for index in (*waiting, *under_way)), default=0)
+    return [index for index in waiting if program.nodes[index].behind == most]
 
 
 def _storage(tensor: torch.Tensor) -> int:

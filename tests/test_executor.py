@@ -27,6 +27,7 @@ from ps.executor import Executor
 from ps.jobs import Product
 from ps.models import build_model
 from ps.operands import Operand
+from ps.plans import Shape
 from ps.server import Server, ServerError
 
 # ---- a fleet without sockets
@@ -212,6 +213,42 @@ def test_q_k_and_v_are_under_way_together(family: Family) -> None:
 
     fused = family.name == "bloom"  # q, k and v are one product there
     assert max(map(together, walker.fleet.moments)) == (1 if fused else 3)
+
+
+@pytest.mark.parametrize("family", ["opt"], indirect=True)  # there all three have the same shape: 16 from 16
+@pytest.mark.parametrize("order", ["first come first served", "reversed", "random"])
+def test_what_fewer_products_wait_for_does_not_take_devices_from_the_others(family: Family, order: str) -> None:
+    """The gradient of v is known two products sooner than those of q and k, and nobody needs it sooner."""
+    _, walker = family.distributed(ORDERS[order])
+    of_inputs = Shape(1, TOKENS.numel(), 16, 16)
+    backward = [group for group in walker.fleet.groups if group[0].name.startswith("backward/")]
+    counts = [sum(p.shape == of_inputs for p in group) for group in backward]
+    assert [count for count in counts if count] == [1, 3, 1, 3], "the output's, then q, k and v of each layer"
+
+
+def test_a_model_is_one_graph_each_way(family: Family) -> None:
+    """A break would end all products of the backward pass there, also weight gradients that could have waited."""
+    _, walker = family.distributed()
+    assert [groups[0][0].name.split("/")[0] for groups in walker.graphs] == ["forward", "backward"]
+
+
+def test_a_model_that_drops_layers_is_trained_all_the_same() -> None:
+    config = FAMILIES["opt"]()
+    config.use_cache, config.layerdrop, config.num_hidden_layers = False, 0.5, 4
+    torch.manual_seed(0)
+    model = build_model(config)
+    model.train()
+    family = Family("opt", model)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        plain = model(input_ids=TOKENS, labels=TOKENS).loss
+        after = torch.get_rng_state()
+        family.walker = Walker(Fleet(None))
+        torch.manual_seed(seed)
+        distributed = family.forward(input_ids=TOKENS, labels=TOKENS).loss
+        torch.testing.assert_close(distributed, plain, rtol=1e-6, atol=1e-6)
+        assert torch.equal(torch.get_rng_state(), after)
+    torch._dynamo.reset()
 
 
 def test_weight_gradients_are_not_urgent_and_hold_nobody_up(family: Family) -> None:
