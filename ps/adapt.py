@@ -27,6 +27,7 @@ from ps.pipeline import (
     queue_seconds,
     rectangles,
     running_laws,
+    taper,
 )
 from ps.plans import Plan, PlanError, Request, Shape
 
@@ -196,7 +197,11 @@ def _columns(
     chunks = np.ones(len(names), np.int64)
     np.maximum.at(chunks, seat, chunks_of(plan.tiles[index], plan.device[index], shape, profiles))
     strips = np.where(chunks > 1, 1, np.bincount(seat))
-    law = running_laws(profiles[names], request, Cuts(strips, chunks, np.zeros(len(names), np.bool_)))
+    along = np.bincount(seat, plan.tiles[index, 5 if stacks[0].turned else 3])  # about: they are to get more
+    batches, across = np.array([(stack.frame[1], stack.frame[3]) for stack in stacks])[member].T
+    steep = taper(*queue_seconds(profiles, names, shape, batches, along, across, along), strips)
+    cuts = Cuts(strips, chunks, np.zeros(len(names), np.bool_), np.stack([steep, steep]))
+    law = running_laws(profiles[names], request, cuts)
     elsewhere = _marked(names, profiles)[plan.device]
     elsewhere[index] = False
     others = np.flatnonzero(elsewhere)

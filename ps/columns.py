@@ -24,6 +24,8 @@ FINALISTS = 3
 NEGLIGIBLE = 0.002  # of all cells; this and the next were chosen by trial on one seed, and checked on two others
 SMALL_SIDE = 8
 COLUMN_COUNTS = (-1, 0, 1, 2)  # tried around the ideal number of columns
+EXCHANGES = 8  # rounds of them, at most, until all teams of a batch end together
+SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the width, as a multiple of the square's
 NEWTON_STEPS = 24
 FOREVER = 1e30  # times the bound
 CLOSE = 1e-6  # of a length: Newton has arrived
@@ -149,39 +151,100 @@ class Covered:
 def pack_columns(laws: tuple[Law, Law], teams: int, rows: int, columns: int, bound_s: float) -> Covered:
     """Columns of devices, in each of `teams` equal products. `laws`: upright, and turned (columns are rows)."""
     areas = Areas(laws[0], rows, columns).within(bound_s * 1.005)
-    seats = _dealt(areas, teams)
-    full = seats[seats[:, -1] >= 0] if teams > 1 else seats
-    found: list[tuple[float, Numbers, Numbers, Columns, bool]] = []
+    dealt = _dealt(areas, teams)
+    found: list[_Solved] = []
     difficult: list[tuple[Columns, bool]] = []
     for turned, law in enumerate(laws):
         length, breadth = (columns, rows) if turned else (rows, columns)
-        # a slab that is used often is cheap, and the ideal rectangle so much longer on its side
-        sides = np.sqrt(areas * law.wide[0] / law.tall[0])[full].mean(axis=1)
+        heights = _ideal_heights(law, areas, length, breadth, bound_s)
+        seats = dealt
+        if teams == 1:  # who stand in a column have one width
+            seats = dealt[np.argsort(-(areas / np.maximum(heights, 1e-300))[dealt[:, 0]], kind="stable")]
+        sides = heights[seats[seats[:, -1] >= 0]].mean(axis=1)
         ideal = int(sides.sum() / length)
         for count in sorted({max(1, min(ideal + more, len(sides), breadth)) for more in COLUMN_COUNTS}):
-            made = _columns(law, seats, _column_starts(sides, count), length, breadth)
-            solution = made.solved(min((candidate[0] for candidate in found), default=bound_s * 1.01))
+            starts = _column_starts(sides, count)
+            made = _columns(law, seats, starts, length, breadth)
+            solution = made.solved(min((other.span_s for other in found), default=bound_s * 1.01))
             if solution is None:
                 difficult.append((made, bool(turned)))
             else:
-                found.append((float(solution[0].max()), *solution, made, bool(turned)))
+                found.append(_Solved(*solution, made, bool(turned), law, starts, seats))
     if not found:
         for made, tilted in difficult:
             with contextlib.suppress(PackingError):
-                solution = made.bisected(bound_s * 1.01)
-                found.append((float(solution[0].max()), *solution, made, tilted))
+                found.append(_Solved(*made.bisected(bound_s * 1.01), made, tilted))
     if not found:
         raise PackingError("no arrangement of columns covers the output in any time")
+    found.sort(key=lambda one: one.span_s)
+    for _ in range(EXCHANGES if teams > 1 else 0):
+        if (better := found[0].evened(areas)) is None:
+            break
+        found.insert(0, better)
     # whole numbers cost each of them something else: the best is known only afterwards
-    found.sort(key=lambda candidate: candidate[0])
     exact = []
-    for span_s, spans_s, widths, made, turned in found[:FINALISTS]:
-        if span_s <= found[0][0] * NEARLY:
+    for one in found[:FINALISTS]:
+        if one.span_s <= found[0].span_s * NEARLY:
             with contextlib.suppress(PackingError):
-                exact.append(_in_whole_numbers(spans_s, widths, made, turned))
+                exact.append(_in_whole_numbers(one.spans_s, one.widths, one.made, one.turned))
     if not exact:
         raise PackingError("no arrangement of columns covers the output in whole numbers in any time")
     return min(exact, key=lambda candidate: candidate[0])[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Columns with their widths, as real numbers, and the time of each team."""
+
+    spans_s: Numbers
+    widths: Numbers
+    made: Columns
+    turned: bool
+    law: Law | None = None  # of all devices
+    starts: Integers | None = None  # first round of each column
+    seats: Integers | None = None
+
+    @property
+    def span_s(self) -> float:
+        return float(self.spans_s.max())
+
+    def evened(self, areas: Numbers) -> _Solved | None:
+        """Each team that ends late exchanges a member with one that ends soon. None if that is no better."""
+        if self.law is None or self.seats is None or self.starts is None:
+            return None
+        seats = _exchanged(self.seats, areas, self.spans_s)
+        made = _columns(self.law, seats, self.starts, int(self.made.length[0]), self.made.breadth)
+        solution = made.solved(self.span_s)
+        if solution is None or solution[0].max() >= self.span_s:
+            return None
+        return _Solved(*solution, made, self.turned, self.law, self.starts, seats)
+
+
+def _exchanged(seats: Integers, areas: Numbers, spans_s: Numbers) -> Integers:
+    """Seats [round, team] after the late half of the teams have exchanged a member each with the other half, in the
+    round that evens the two out best."""
+    cells = np.where(seats >= 0, areas[seats], 0.0)
+    lacking = cells.sum(axis=0) * (spans_s / spans_s.mean() - 1)
+    ranking = np.argsort(lacking, kind="stable")
+    soon, late = ranking[: len(ranking) // 2], ranking[::-1][: len(ranking) // 2]
+    wanted = (lacking[late] - lacking[soon]) / 2
+    off = np.abs(cells[:, soon] - cells[:, late] - wanted)
+    off[(seats[:, soon] < 0) | (seats[:, late] < 0)] = np.inf
+    where = off.argmin(axis=0)
+    better = off[where, np.arange(len(late))] < wanted
+    where, soon, late = where[better], soon[better], late[better]
+    seats = seats.copy()
+    seats[where, soon], seats[where, late] = seats[where, late], seats[where, soon]
+    return seats
+
+
+def _ideal_heights(law: Law, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:
+    """How long the rectangle is with which each device covers most in this time; about, among a few shapes."""
+    squares = np.sqrt(areas * law.tall[0] / law.wide[0])  # a slab that is used often is cheap
+    widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
+    heights = np.stack([np.clip(law.heights(span_s, width), 0, length) for width in widths])
+    best: Numbers = heights[(heights * widths).argmax(axis=0), np.arange(len(areas))]
+    return best
 
 
 def _dealt(areas: Numbers, teams: int) -> Integers:

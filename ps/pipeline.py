@@ -2,10 +2,14 @@
 
 Download, compute and upload are three queues; a block passes them in order, and what one block waits for another
 overtakes in the next queue. A rectangle of w columns and h rows is therefore cut into k strips along its height, blocks
-that share the slab of the columns. With p the seconds to download a row or column, q to compute a cell, u to upload it,
+that share the slab of the columns. Each is as large as its device's other queues are slow: a strip should have passed
+them just when the next one is there. So heights grow, or shrink, by one factor, the taper, from the first, a of the
+height, to the last, z of it. With p the seconds to download a row or column, q to compute a cell, u to upload it,
 
-    T = 2 latency + k overhead + max(p_w w + p_h h   + (q + u) w h / k,                        download ends last
-                                     p_w w + p_h h/k + (max(q, u) + min(q, u) / k) w h)        compute or upload does
+    T = 2 latency + k overhead + max(p_w w + p_h h   + (q + u) z w h,                     download ends last
+                                     p_w w + p_h a h + max(q + u z, q a + u) w h)         compute or upload does
+
+(what is bound by a strip between is bound by the first or the last as well, since their sizes are a geometric series).
 
 A rectangle whose strips do not fit into the device's memory is one block instead, its operands streamed in c chunks:
 
@@ -29,6 +33,8 @@ from ps.plans import Plan, Request, Shape
 
 STRIP_S = 0.05  # a strip of less saves less than its message costs
 MOST_STRIPS = 4
+SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the slab's breadth, as a multiple of the square's
+STEEPEST = 4.0  # taper: beyond this, and below its inverse, a strip more or less makes no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +44,44 @@ class Cuts:
     strips: Integers
     chunks: Integers
     apart: NDArray[np.bool_]  # strips are entries of a batch, and share nothing
+    tapers: Numbers  # [2, k]: how much larger the next strip is, upright and turned
 
     @classmethod
     def none(cls, count: int) -> Cuts:
-        return cls(np.ones(count, np.int64), np.ones(count, np.int64), np.zeros(count, np.bool_))
+        return cls(np.ones(count, np.int64), np.ones(count, np.int64), np.zeros(count, np.bool_), np.ones((2, count)))
 
 
 def running_laws(profiles: NDArray[np.void], request: Request, cuts: Cuts) -> tuple[Law, Law]:
     """Upright (strips along the rows) and turned (along the columns, which the law then calls rows)."""
     inner = request.shape.inner
-    side_s = 8 * BYTES * inner / profiles["down_bps"]
     compute_s, up_s = 2 * inner / profiles["flops"], 8 * BYTES / profiles["up_bps"]
     k, c, streamed = cuts.strips, cuts.chunks, cuts.chunks > 1
-    row_s = side_s / np.where(streamed, 1, request.left_uses)  # what is streamed is not kept
-    column_s = side_s / np.where(streamed, 1, request.right_uses)
-    longer, shorter = np.maximum(compute_s, up_s), np.minimum(compute_s, up_s)
-    cell = np.stack(
-        [
-            np.where(streamed, compute_s / c + up_s, (compute_s + up_s) / k),
-            np.where(streamed, compute_s + up_s, longer + shorter / k),
-        ]
-    )
+    once = _side_s(profiles, Request(request.shape))  # what is streamed is not kept
+    column_s, row_s = np.where(streamed, once, _side_s(profiles, request))
     fixed_s = 2 * profiles["latency_s"] + np.maximum(k, c) * profiles["overhead_s"]
     values = usable_bytes(profiles) / BYTES
     whole = _square(values, inner)
     streamed_too = _square(values / 2, CHUNKS_HELD * LEAST_CHUNK / 2)  # two outputs, and the shortest chunks
     most_cells = np.floor(np.maximum(whole, streamed_too) * (1 + 1e-12) + 1e-9)
 
-    def law(wide_s: Numbers, tall_s: Numbers) -> Law:
-        wide = np.stack([wide_s, wide_s / np.where(cuts.apart, k, c)])
-        tall = np.stack([tall_s, tall_s / np.maximum(k, c)])
+    def law(wide_s: Numbers, tall_s: Numbers, taper: Numbers) -> Law:
+        first, last = strips_until(1, k, taper), 1 - strips_until(k - 1, k, taper)
+        wide = np.stack([wide_s, wide_s * np.where(cuts.apart, first, 1 / c)])
+        tall = np.stack([tall_s, tall_s * np.where(streamed, 1 / c, first)])
+        ends_down = np.where(streamed, compute_s / c + up_s, (compute_s + up_s) * last)
+        ends_up = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
+        cell = np.stack([ends_down, np.where(streamed, compute_s + up_s, ends_up)])
         return Law(fixed_s, wide, tall, cell, most_cells)
 
-    return law(column_s, row_s), law(row_s, column_s)
+    return law(column_s, row_s, cuts.tapers[0]), law(row_s, column_s, cuts.tapers[1])
+
+
+def strips_until(number: Integers | int, count: Integers, taper: Numbers) -> Numbers:
+    """The part of a rectangle in its first strips, when each is `taper` times as large as the one before."""
+    steady = np.abs(taper - 1) < 1e-6
+    steep = np.where(steady, 2.0, taper)
+    part: Numbers = np.where(steady, number / count, (1 - steep**number) / (1 - steep**count))
+    return part
 
 
 def _square(values: Numbers, held: float) -> Numbers:
@@ -91,14 +102,70 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     apart = rectangles >= 2
     everybody = slice(None)
     down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
-    strips = np.clip((down_s + compute_s + up_s) / STRIP_S, 1, np.minimum(MOST_STRIPS, profiles["credit_blocks"]))
-    strips = np.where(apart, np.minimum(strips, rectangles), strips).astype(np.int64)
+    worth = np.clip((down_s + compute_s + up_s) / STRIP_S, 1, np.minimum(MOST_STRIPS, profiles["credit_blocks"]))
+    strips = np.where(apart, np.minimum(worth, rectangles), worth).astype(np.int64)
     budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
     rows = np.ceil(height / np.where(apart, 1, strips)).astype(np.int64)
     whole = chunk_length(1, rows, shape.inner, columns, budget) == shape.inner
     chunk = chunk_length(1, np.ceil(height).astype(np.int64), shape.inner, columns, budget)
     chunks = -(-shape.inner // np.maximum(chunk, min(LEAST_CHUNK, shape.inner)))
-    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), apart & whole)
+    column_s, row_s = _side_s(profiles, request)
+    others_s = compute_s / rectangles, up_s / rectangles
+    tapers = np.stack(
+        [
+            _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
+            _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
+        ]
+    )
+    tapers = np.where(apart, taper(down_s, compute_s, up_s, strips), tapers)
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), apart & whole, tapers)
+
+
+def _best_taper(
+    cells: Numbers,
+    strips: Integers,
+    slab_s: Numbers,
+    along_s: Numbers,
+    compute_s: Numbers,
+    up_s: Numbers,
+    slab_most: int,
+    along_most: int,
+) -> Numbers:
+    """Of the rectangle with so many cells that ends soonest, among a few shapes. Nothing can be computed before the
+    slab that all strips share is there, so who is slow upwards does better with a narrow one. `slab_s`, `along_s`:
+    seconds to download one line of the slab, and one along which strips are cut; at most so many of each."""
+    square = np.sqrt(cells * along_s / slab_s)
+    tapers, ends_s = [], []
+    for slab in np.clip(SHAPES[:, None] * square, np.maximum(cells / along_most, 1), slab_most):
+        strips_s = along_s * cells / slab
+        tapers.append(taper(strips_s, compute_s, up_s, strips))
+        ends_s.append(slab_s * slab + _after_slab_s(strips_s, compute_s, up_s, strips, tapers[-1]))
+    best: Numbers = np.stack(tapers)[np.argmin(ends_s, axis=0), np.arange(len(cells))]
+    return best
+
+
+def _side_s(profiles: NDArray[np.void], request: Request) -> tuple[Numbers, Numbers]:
+    """To download a column, and a row, each as often as it will be used."""
+    side_s = 8 * BYTES * request.shape.inner / profiles["down_bps"]
+    return side_s / request.right_uses, side_s / request.left_uses
+
+
+def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers) -> Numbers:
+    """How much larger the next strip should be, if all of them take so long to download, to compute and to upload: as
+    much as the slower of the other queues is slower than the download; less, where the third one is slow as well."""
+    steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / STEEPEST, STEEPEST)
+    choices = steepest ** np.array([[1.0], [0.5], [0.0]])
+    ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]
+    best: Numbers = choices[np.argmin(ends_s, axis=0), np.arange(len(strips))]
+    return best
+
+
+def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers, taper: Numbers) -> Numbers:
+    """When all strips have passed the three queues, counted from when their common slab is there."""
+    first, last = strips_until(1, strips, taper), 1 - strips_until(strips - 1, strips, taper)
+    others_s = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
+    ends_s: Numbers = np.maximum(strips_s + (compute_s + up_s) * last, strips_s * first + others_s)
+    return ends_s
 
 
 def queue_seconds(
@@ -141,13 +208,20 @@ def cut_tiles(
     axis = np.where(tiles[:, 1] > 1, 0, 4 if turned else 2)
     extent = tiles[np.arange(len(tiles)), axis + 1]
     count = np.minimum(strips, extent)
-    strip = tiles.copy()
-    strip[np.arange(len(tiles)), axis + 1] = -(-extent // count)
-    count = np.where(chunk(strip, device) < shape.inner, 1, count)
+    along = np.where(tiles[:, 1] > 1, tiles[:, 3] + tiles[:, 5], tiles[:, 5 if turned else 3])
+    steep = taper(*queue_seconds(profiles, device, shape, tiles[:, 1], tiles[:, 3], tiles[:, 5], along), count)
+    largest = tiles.copy()
+    share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
+    largest[np.arange(len(tiles)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
+    count = np.where(chunk(largest, device) < shape.inner, 1, count)
     index = np.repeat(np.arange(len(tiles)), count)
     number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-    begin = number * extent[index] // count[index]
-    end = (number + 1) * extent[index] // count[index]
+    begin, end = (
+        np.rint(extent[index] * strips_until(until, count[index], steep[index])).astype(np.int64)
+        for until in (number, number + 1)
+    )
+    some = end > begin
+    index, begin, end = index[some], begin[some], end[some]
     tiles, device, axis, row = tiles[index], device[index], axis[index], np.arange(len(index))
     tiles[row, axis] += begin
     tiles[row, axis + 1] = end - begin

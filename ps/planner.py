@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ps.adapt import adapted, welcomed
 from ps.cost import Integers, Numbers
-from ps.grid import SLACK, able_devices, grid_plan
+from ps.grid import able_devices, grid_plan
 from ps.law import Areas, Law, least_span
 from ps.packing import packed
 from ps.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_laws
@@ -29,6 +29,10 @@ from ps.plans import Plan, PlanError, Request, Shape
 
 __all__ = ["Integers", "Plan", "PlanError", "Planner", "Request", "Shape", "adapted"]
 
+# Using every device for a product costs bytes and messages and saves little: among teams that are modelled to end
+# within this factor of the best, the smallest is taken.
+SLACK = 1.02
+DEALS = 2  # ways of dealing the fleet to several products; the second one knows how the first one ended
 PACKING_LOSS = 0.02  # of the cells: what the fluid bound promises and rectangles do not keep
 GROWN = 1.05  # a fleet that has grown by more deserves new plans
 SOLVING_S = 0.04  # about what a new plan costs the server (make bench, part e); adapted ones may waste as much in all
@@ -162,13 +166,22 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
     """Plans of products that are ready at the same moment: by teams, or in turn if that is modelled to end sooner."""
     mine = profiles[able]
     fluids = [_Fluid.of(request, mine) for request in requests]
-    if 1 < len(requests) <= len(able):
-        teams = _teams(fluids, len(able))
-        if teams and all(len(team) for team in teams):
-            alone = [_Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
-            if max(fluid.span_s for fluid in alone) <= SLACK * sum(fluid.span_s for fluid in fluids):
-                return [fluid.plan(profiles, able, few=False) for fluid in alone]
-    return [fluid.plan(profiles, able, few=True) for fluid in fluids]
+    best: list[Plan] = []
+    harder = np.ones(len(requests))  # than the fluid says: whole numbers cost each product something else
+    for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
+        teams = _teams(fluids, harder, len(able))
+        if not teams or not all(len(team) for team in teams):
+            break
+        alone = [_Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
+        if max(fluid.span_s for fluid in alone) > SLACK * sum(fluid.span_s for fluid in fluids):
+            break
+        plans = [fluid.plan(profiles, able, few=False) for fluid in alone]
+        if best and _ends_s(plans) >= _ends_s(best):
+            break
+        best = plans
+        ends_s = np.array([plan.makespan_s for plan in plans])
+        harder = harder * ends_s / ends_s.mean()
+    return best or [fluid.plan(profiles, able, few=True) for fluid in fluids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +231,10 @@ class _Fluid:
         return made_plan(*cut_tiles(tiling.tiles, device, strips, tiling.turned, shape, profiles), shape, profiles)
 
 
-def _teams(fluids: list[_Fluid], count: int) -> list[Integers]:
+def _teams(fluids: list[_Fluid], harder: Numbers, count: int) -> list[Integers]:
     """Deal the devices, largest first, always to the product of which the largest share is missing, until all would
     end together within SLACK of the best. No teams, if one product after another ends sooner."""
-    needed = np.array([float(fluid.request.shape.cells) for fluid in fluids])
+    needed = harder * [float(fluid.request.shape.cells) for fluid in fluids]
 
     def cells(span_s: float) -> Numbers:
         table = np.zeros((len(fluids), count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def simulated_s(p: Profile, blocks: list[Block]) -> float:
     return 2 * p.latency_s + uploaded
 
 
-def block(p: Profile, shape: Shape, tile: list[int], fresh: list[bool], chunks: int) -> Block:
+def block(p: Profile, shape: Shape, tile: Sequence[float], fresh: list[bool], chunks: int) -> Block:
     _, bs, _, rs, _, cs = tile
     down_s = 32.0 * shape.inner * bs * (rs * fresh[0] + cs * fresh[1]) / p.down_bps
     compute_s = chunks * p.overhead_s + 2.0 * shape.inner * bs * rs * cs / p.flops

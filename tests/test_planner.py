@@ -15,7 +15,7 @@ import ps.planner
 from agent.profile import Profile, pack_profiles
 from emulator.fleet import uniform_fleet
 from ps.adapt import LATER, welcomed
-from ps.pipeline import MOST_STRIPS, STRIP_S, Cuts, running_laws
+from ps.pipeline import MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
 from ps.planner import SETTLED, SOLVING_S, Integers, Plan, PlanError, Planner, Request, Shape, adapted
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
@@ -119,29 +119,60 @@ def test_more_devices_than_cells_are_no_difficulty() -> None:
 # ---- the law
 
 
-@settings(calm, max_examples=150)
-@given(p=profiles, inner=inners, h=st.integers(1, 200), w=st.integers(1, 200), k=st.integers(1, 4))
-def test_the_law_of_strips_is_what_three_queues_give(p: Profile, inner: int, h: int, w: int, k: int) -> None:
-    """Exactly, but that each strip's overhead counts in full, also where it is hidden; and strips of whole rows lie
-    between those rounded down and up."""
-    k, shape = min(k, h), Shape(1, h, inner, w)
-    law = running_laws(pack_profiles([p]), Request(shape), Cuts(np.array([k]), np.array([1]), np.array([False])))[0]
+def cut(strips: int, chunks: int, taper: float = 1.0) -> Cuts:
+    return Cuts(np.array([strips]), np.array([chunks]), np.array([False]), np.full((2, 1), taper))
 
-    def modelled_s(height: int) -> float:
-        return float(law.fixed_s[0] + law.loads(np.array([height]), np.array([w])).max())
 
-    rows = [(i + 1) * h // k - i * h // k for i in range(k)]
-    blocks = [block(p, shape, [0, 1, 0, r, 0, w], [True, i == 0], 1) for i, r in enumerate(rows)]
-    seconds = simulated_s(p, blocks)
-    assert seconds <= modelled_s(k * max(rows)) * (1 + 1e-9)
-    assert seconds >= (modelled_s(k * min(rows)) - (k - 1) * p.overhead_s) * (1 - 1e-9)
+@settings(calm, max_examples=200)
+@given(
+    p=profiles,
+    inner=inners,
+    h=st.integers(1, 200),
+    w=st.integers(1, 200),
+    k=st.integers(1, 4),
+    taper=st.just(1.0) | st.floats(0.25, 4.0),
+)
+def test_the_law_of_strips_is_what_three_queues_give(
+    p: Profile, inner: int, h: int, w: int, k: int, taper: float
+) -> None:
+    """Exactly, but that each strip's overhead counts in full, also where it is hidden."""
+    shape = Shape(1, h, inner, w)
+    law = running_laws(pack_profiles([p]), Request(shape), cut(k, 1, taper))[0]
+    modelled_s = float(law.fixed_s[0] + law.loads(np.array([h]), np.array([w])).max())
+    sizes = [taper**i for i in range(k)]
+    heights = [h * size / sum(sizes) for size in sizes]
+    seconds = simulated_s(p, [block(p, shape, [0, 1, 0, r, 0, w], [True, i == 0], 1) for i, r in enumerate(heights)])
+    assert seconds <= modelled_s * (1 + 1e-9)
+    assert seconds >= (modelled_s - (k - 1) * p.overhead_s) * (1 - 1e-9)
+
+
+@settings(calm, max_examples=100)
+@given(p=profiles, inner=inners, h=st.integers(4, 400), w=st.integers(1, 200))
+def test_strips_that_grow_or_shrink_with_the_slower_queue_end_no_later_than_equal_ones(
+    p: Profile, inner: int, h: int, w: int
+) -> None:
+    shape, roomy = Shape(1, h, inner, w), replace(p, memory_bytes=1 << 50, overhead_s=0.0)
+    tiles, _ = cut_tiles(
+        np.array([[0, 1, 0, h, 0, w]]), np.array([0]), np.array([4]), False, shape, pack_profiles([roomy])
+    )
+    assert tiles[0, 2] == 0
+    assert (tiles[1:, 2] == tiles[:-1, 2] + tiles[:-1, 3]).all()
+    assert tiles[-1, 2] + tiles[-1, 3] == h
+
+    def seconds(rows: list[float]) -> float:
+        return simulated_s(
+            roomy, [block(roomy, shape, [0, 1, 0, r, 0, w], [True, i == 0], 1) for i, r in enumerate(rows)]
+        )
+
+    one_row_s = seconds([1.0])  # whole rows cost at most this
+    assert seconds(tiles[:, 3].tolist()) <= seconds([h / 4] * 4) + one_row_s
 
 
 @settings(calm, max_examples=100)
 @given(p=profiles, inner=inners, h=st.integers(1, 200), w=st.integers(1, 200), c=st.integers(2, 9))
 def test_the_law_of_chunks_is_what_three_queues_give(p: Profile, inner: int, h: int, w: int, c: int) -> None:
     shape = Shape(1, h, inner, w)
-    law = running_laws(pack_profiles([p]), Request(shape), Cuts(np.array([1]), np.array([c]), np.array([False])))[0]
+    law = running_laws(pack_profiles([p]), Request(shape), cut(1, c))[0]
     modelled_s = float(law.fixed_s[0] + law.loads(np.array([h]), np.array([w])).max())
     seconds = simulated_s(p, [block(p, shape, [0, 1, 0, h, 0, w], [True, True], c)])
     assert seconds <= modelled_s * (1 + 1e-9)
@@ -152,8 +183,7 @@ def test_the_law_of_chunks_is_what_three_queues_give(p: Profile, inner: int, h: 
 @given(p=profiles, inner=inners, w=st.integers(1, 200), seconds=powers(1e-3, 1e6), k=st.integers(1, 4))
 def test_the_height_of_a_time_takes_this_time(p: Profile, inner: int, w: int, seconds: float, k: int) -> None:
     request = Request(Shape(1, 1, inner, 1), left_uses=3)
-    cuts = Cuts(np.array([k]), np.array([1]), np.array([False]))
-    for law in running_laws(pack_profiles([replace(p, memory_bytes=1 << 50)]), request, cuts):
+    for law in running_laws(pack_profiles([replace(p, memory_bytes=1 << 50)]), request, cut(k, 1)):
         height = law.boundless().heights(seconds + law.fixed_s, np.array([w]))
         if height[0] > 0:
             assert law.loads(height, np.array([w])).max() == pytest.approx(seconds, rel=1e-6)
