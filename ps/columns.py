@@ -24,6 +24,7 @@ FINALISTS = 3
 NEGLIGIBLE = 0.002  # of all cells; this and the next were chosen by trial on one seed, and checked on two others
 SMALL_SIDE = 8
 COLUMN_COUNTS = (-1, 0, 1, 2)  # tried around the ideal number of columns
+LONG = 1e-3  # a rectangle twice as long as broad must cover that much more, or the square is taken
 EXCHANGES = 8  # rounds of them, at most, until all teams of a batch end together
 SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the width, as a multiple of the square's
 NEWTON_STEPS = 24
@@ -243,7 +244,10 @@ def _ideal_heights(law: Law, areas: Numbers, length: int, breadth: int, span_s: 
     squares = np.sqrt(areas * law.tall[0] / law.wide[0])  # a slab that is used often is cheap
     widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
     heights = np.stack([np.clip(law.heights(span_s, width), 0, length) for width in widths])
-    best: Numbers = heights[(heights * widths).argmax(axis=0), np.arange(len(areas))]
+    covered = (
+        heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** LONG
+    )  # of equals the one nearest to a square
+    best: Numbers = heights[covered.argmax(axis=0), np.arange(len(areas))]
     return best
 
 
