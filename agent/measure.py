@@ -4,7 +4,8 @@ A grid of products, interleaved and in rounds, so that whatever else the machine
 alike and every round is a whole picture: Ctrl-C ends it, and what was measured is written all the same. Operands are
 taken from a place that was not touched lately, as those of a block are, which have just arrived. A sample is a stretch
 of calls: its time by the clock, and that of the processor, which goes on only while this process runs. Where it is kept
-waiting now and then (a CPU quota), only the second one says what a short call costs.
+waiting now and then (a CPU quota), only the second one says what a short call costs. Of both the quartiles of single
+calls are kept: a moment in which somebody else has the machine makes a sum longer, and moves a median little.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from agent.about import available_memory, describe, versions
 
-FORMAT, VERSION = "cleave-profile", 1
+FORMAT, VERSION = "cleave-profile", 2  # 1: without the quartiles of a sample
 EACH = 8  # single calls of a sample whose times are kept, at most
 POOL_BYTES = 64 << 20  # operands walk through this: more than the caches of a phone or a core
 LONGEST_S = 0.4  # a single call of the grid, about
@@ -222,16 +223,17 @@ class Measuring:
             self.say(f"this process is kept waiting {paused_s / length_s:.0%} of the time: samples are longer")
 
     def _sample(self, kernel: Any, shape: Shape) -> list[Any]:
-        """Calls, their seconds all together, those of some of them, and the processor's all together."""
+        """Calls, their seconds all together, those of some of them, and the processor's all together; then quartiles
+        of single calls, by the clock and of the processor."""
         each: list[float] = []
-        processor_s = 0.0
+        processor: list[float] = []
         opened = time.perf_counter()
         while not each or time.perf_counter() < opened + self.sample_s:
             seconds, running_s = self._call(kernel, shape)
             each.append(seconds)
-            processor_s += running_s
+            processor.append(running_s)
         step = -(-len(each) // EACH)
-        return [len(each), sum(each), each[::step], processor_s]
+        return [len(each), sum(each), each[::step], sum(processor), quartiles(each), quartiles(processor)]
 
     def _call(self, kernel: Any, shape: Shape) -> tuple[float, float]:
         """Seconds by the clock and of the processor."""
@@ -254,6 +256,14 @@ class Measuring:
         half = len(self._pool) // 2
         best_s = min(_timed(lambda: self._pool[:half].copy()) for _ in range(5))
         return 2 * 4 * half / best_s  # read and written
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Three of them, of any number of values."""
+    import numpy as np
+
+    found: list[float] = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return found
 
 
 def _timed(action: Callable[[], object]) -> float:

@@ -33,6 +33,7 @@ def print_calibration(console: Console, samples: Samples, found: Calibration) ->
         console.print("the profile is incomplete: measuring was interrupted", style="yellow")
     rows = {
         "error on held-out shapes": f"median {found.median_error:.1%}, p95 {found.p95_error:.1%} ({len(found.shapes)})",
+        "drift while measuring": f"p5 {found.drift[0]:+.1%}, p95 {found.drift[1]:+.1%} of the usual time; divided out",
         "large products": format_flops(found.large_flops),
         "overhead a call": format_duration(model.overhead_s),
         "tile of the kernel": f"{model.tile_rows} x {model.tile_columns}",
@@ -90,6 +91,7 @@ def as_json(samples: Samples, found: Calibration) -> dict[str, Any]:
         "shapes": len(found.shapes),
         "median_error": found.median_error,
         "p95_error": found.p95_error,
+        "drift": list(found.drift),
         "large_flops": found.large_flops,
         "link": link_figures(samples),
         "held_out": [
