@@ -30,6 +30,7 @@ CANDIDATES = 8  # tiles that are tried with the interpolation
 ROBUST = 0.05  # a relative error beyond this counts as its size, not as its square
 FOLDS = 5
 LEAST_SHAPES = 20
+WAYS = ("down", "up")
 DRIFT = 15  # samples: what lasts shorter than this is chance
 PAUSES_MATTER = 0.02  # of the time
 WARMTH_MATTERS = 0.03
@@ -233,17 +234,21 @@ def _pauses(samples: Samples) -> tuple[float, float]:
     return float(ran_s / len(samples.pauses)), float(away_s / len(samples.pauses))
 
 
+def message_seconds(samples: Samples) -> tuple[float, float] | None:
+    """Of the processor, a byte of a message down and up; None if the link was not measured."""
+    if samples.link is None:
+        return None
+    down_s, up_s = (float(np.median([running_s / size for size, _, running_s in samples.link[way]])) for way in WAYS)
+    return down_s, up_s
+
+
 def _transfers(samples: Samples) -> tuple[float, float]:
     """Seconds a byte, down and up, that the processor is busy with the link and does not compute. Only under a CPU
     quota: elsewhere another core does it."""
-    stretch = stretched(samples)
-    if stretch is None or samples.link is None:
+    stretch, seconds = stretched(samples), message_seconds(samples)
+    if stretch is None or seconds is None:
         return 0.0, 0.0
-    down_s, up_s = (
-        stretch * float(np.median([running_s / size for size, _, running_s in samples.link[way]]))
-        for way in ("down", "up")
-    )
-    return down_s, up_s
+    return stretch * seconds[0], stretch * seconds[1]
 
 
 def warmth(sustained: Floats) -> tuple[float, float]:

@@ -342,14 +342,14 @@ def twin(
 
     console = Console(highlight=False, stderr=format == "json")
     console = console if console.is_terminal else Console(highlight=False, stderr=format == "json", width=100)
-    real, emulated = twins.compare(devices, steps, step_s, seed, lambda text: console.print(text, style="dim"))
+    compared = twins.compare(devices, steps, step_s, seed, lambda text: console.print(text, style="dim"))
     names = [device.samples.name for device in devices]
     if format == "json":
         import json
 
-        print(json.dumps(twins.as_json(names, real, emulated)))
+        print(json.dumps(twins.as_json(names, compared)))
     else:
-        twins.print_rows(console, names, real, emulated)
+        twins.print_rows(console, names, compared)
 
 
 @app.command()

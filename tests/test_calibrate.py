@@ -12,8 +12,8 @@ import pytest
 
 from agent.errors import UserError
 from agent.grid import shapes
-from agent.measure import quartiles
 from agent.profile import pack_profiles
+from agent.sampling import quartiles
 from emulator.calibration import calibrate, drift
 from emulator.fleet import draw_fleet
 from emulator.performance import Performance
