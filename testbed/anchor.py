@@ -4,10 +4,6 @@ The speed of a machine that others share drifts by more than a good model is off
 of real agents one process a device, all at once as the agents are, computes the largest products that the profile has;
 what they take now over what they took then is the host's drift since the profile. They are no blocks of the comparison.
 
-What a message costs an agent's processor is more than what it costs a probe of the link, by what the agent's other
-threads and its memory make of it; under a CPU quota that matters. It is measured on the agents, with blocks of their
-own that are nearly all bytes: what the process used, less what the model says of the products.
-
 `python -m testbed.anchor KERNEL THREADS` is that process: for every line of shapes on its input it prints their times.
 """
 
@@ -16,7 +12,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -57,19 +52,6 @@ class Now:
             return said
         down_s, up_s = self.message_s
         return f"{said}, messages {1e9 * down_s:.2f} ms of the processor a MB down, {1e9 * up_s:.2f} up"
-
-
-def message_seconds_now(used_s: Floats, products_s: Floats, moved_bytes: Floats) -> tuple[float, float]:
-    """From pairs of steps, one nearly all bytes down and one nearly all up: [k, 2] seconds of the processor, [k, 2]
-    what the products took of that, and [k, 2, 2] bytes down and up of each. The median over the pairs."""
-    each_s = np.linalg.solve(moved_bytes, (used_s - products_s)[:, :, None])[:, :, 0]
-    down_s, up_s = np.maximum(np.median(each_s, axis=0), 0.0).tolist()
-    return down_s, up_s
-
-
-def processor_seconds(process: int) -> float:
-    """What another process has used, all of its threads (Linux's name for that clock)."""
-    return time.clock_gettime(~process << 3 | 2)
 
 
 class Anchor:

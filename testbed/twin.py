@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -31,22 +29,20 @@ from agent.errors import Failure, UserError
 from agent.probe import measure_link
 from agent.profile import MAX_RATE, Profile, pack_profiles
 from agent.units import format_duration
-from emulator.calibration import Calibration, stretched
+from emulator.calibration import stretched
 from emulator.fleet import Fleet
 from emulator.performance import Models, Performance
 from emulator.samples import Samples
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan
 from ps.server import Server
-from testbed.anchor import Now, anchors, message_seconds_now, probe, processor_seconds
+from testbed.anchor import Now, anchors, probe
 from testbed.calibrate import link_figures
 from testbed.launch import Pods
+from testbed.message_cost import message_costs
 from testbed.quota import running
+from testbed.twin_blocks import Device, Part, run_step, stream
 
 Integers = NDArray[np.int64]
 CREDIT = 64  # blocks: more than a device has of one product
-BLOCKS = 6  # a device and product
 MEMORY_BYTES = 1 << 30
 JOIN_S = 60.0
 # `python -m agent`, which ends with us even if we are killed
@@ -54,27 +50,7 @@ AGENT = """import runpy
 from emulator.pod import die_with_parent
 die_with_parent()
 runpy.run_module("agent", run_name="__main__")"""
-MESSAGE_ROWS = 800  # of a block on average, when the cost of messages is measured
-MESSAGE_KINDS = ((1600, 16), (16, 1600))  # inner length and columns: 5 MB down a block, and 5 MB up
-MESSAGE_TRIES, MESSAGE_PAIRS = 2, 9
 TRIES = 3  # products before it counts: processes get warm
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Device:
-    samples: Samples
-    calibration: Calibration
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One product of a step: tiles and whose they are."""
-
-    rows: int
-    inner: int
-    columns: int
-    tiles: Integers
-    device: Integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +65,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
+    names: tuple[str, ...]  # of the devices
     real: Side
     twin: Side  # at the speed that the host had beside the real side
     undrifted: Side  # at the speed that it had when the profiles were made
@@ -104,25 +81,6 @@ class Row:
     @property
     def error(self) -> float:
         return self.twin_s / self.real_s - 1
-
-
-def stream(devices: Sequence[Device], steps: int, seconds: float, seed: int) -> list[list[Part]]:
-    """So many steps of one product each, which take every device about so long by its model. Strips of rows of random
-    height, columns and inner length, the same for both sides; large ones, as those of a large model are."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(steps):
-        inner, columns = int(rng.integers(512, 2049)), int(rng.integers(384, 1025))
-        tiles, owners, at = [], [], 0
-        for number, device in enumerate(devices):
-            one_s = device.calibration.model.seconds(np.array([[1, 128, inner, columns]]))[0] / 128
-            shares = rng.uniform(0.5, 1.5, BLOCKS)
-            for height in np.maximum(1, seconds / one_s * shares / shares.sum()).astype(int).tolist():
-                tiles.append([0, 1, at, height, 0, columns])
-                owners.append(number)
-                at += height
-        found.append([Part(at, inner, columns, np.array(tiles), np.array(owners))])
-    return found
 
 
 def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say: Callable[[str], None]) -> Comparison:
@@ -145,43 +103,7 @@ def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say
     twin = _emulated(devices, now, links, parts, seed)
     say("twin: the same, as fast as the host was when the profile was made")
     undrifted = _emulated(devices, (Now(),) * len(devices), links, parts, seed)
-    return Comparison(real, twin, undrifted, now)
-
-
-def message_costs(
-    server: Server, devices: Sequence[Device], processes: Sequence[int], seed: int
-) -> list[tuple[float, float] | None]:
-    """What a byte down and up costs each agent's processor: steps of blocks that are nearly all bytes, see
-    `testbed.anchor`. Only where a CPU quota makes it matter."""
-    if all(device.samples.quota is None for device in devices):
-        return [None] * len(devices)
-    rng, ids = np.random.default_rng(seed), np.arange(len(devices))
-    pairs, counts = MESSAGE_TRIES + MESSAGE_PAIRS, slice(MESSAGE_TRIES, None)
-    used_s = np.empty((pairs, 2, len(devices)))
-    heights = rng.integers(MESSAGE_ROWS // 2, 3 * MESSAGE_ROWS // 2, (pairs, 2, len(devices), BLOCKS))
-    for pair in range(pairs):
-        for kind, (inner, columns) in enumerate(MESSAGE_KINDS):
-            height = heights[pair, kind].reshape(-1)
-            begins = np.cumsum(height) - height
-            tiles = np.array([[0, 1, at, h, 0, columns] for at, h in zip(begins, height, strict=True)])
-            part = Part(int(height.sum()), inner, columns, tiles, np.repeat(ids, BLOCKS))
-            before_s = np.array([processor_seconds(process) for process in processes])
-            _step(server, [part], ids, rng, 0)
-            used_s[pair, kind] = np.array([processor_seconds(process) for process in processes]) - before_s
-    found: list[tuple[float, float] | None] = []
-    for number, device in enumerate(devices):
-        stretch, mine = stretched(device.samples), heights[:, :, number]
-        if stretch is None:
-            found.append(None)
-            continue
-        products_s, moved = np.empty((pairs, 2)), np.empty((pairs, 2, 2))
-        for kind, (inner, columns) in enumerate(MESSAGE_KINDS):
-            shapes = np.array([[1, height, inner, columns] for height in mine[:, kind].reshape(-1)])
-            products_s[:, kind] = device.calibration.model.seconds(shapes).reshape(pairs, BLOCKS).sum(axis=1) / stretch
-            rows = mine[:, kind].sum(axis=1)
-            moved[:, kind] = 4 * np.stack([rows * inner + inner * columns, rows * columns], axis=1)
-        found.append(message_seconds_now(used_s[counts, :, number], products_s[counts], moved[counts]))
-    return found
+    return Comparison(tuple(device.samples.name for device in devices), real, twin, undrifted, now)
 
 
 def _emulated(
@@ -268,7 +190,7 @@ def drive(
     for number, parts in enumerate(steps):
         if number >= TRIES:
             before_step()
-        step_s.append(_step(server, parts, ids, rng, number))
+        step_s.append(run_step(server, parts, ids, rng, number))
     columns = server.records.columns()
     counts = columns["step"] >= TRIES
     columns = {name: values[counts] for name, values in columns.items()}
@@ -279,27 +201,6 @@ def drive(
         compute_s=columns["compute_s"][sort],
         step_s=np.array(step_s[TRIES:]),
     )
-
-
-def _step(server: Server, parts: Sequence[Part], ids: Integers, rng: np.random.Generator, number: int) -> float:
-    """Seconds until all products are done."""
-    products, done = [], SimpleQueue[int]()
-    for part in parts:
-        left = rng.standard_normal((1, part.rows, part.inner), dtype=np.float32)
-        right = rng.standard_normal((1, part.columns, part.inner), dtype=np.float32)
-        fresh = np.ones((len(part.tiles), 2), bool)
-        fresh[1:, 1] = part.device[1:] != part.device[:-1]  # one slab of columns a device
-        plan = Plan(part.tiles, ids[part.device], fresh, 0.0)
-        out = np.empty((1, part.rows, part.columns), np.float32)
-        products.append(
-            Product(Operand(left), Operand(right), out, partial(done.put, 0), f"step {number}", number, plan=plan)
-        )
-    begun = time.perf_counter()
-    server.submit(*products)
-    finished = 0
-    while finished < len(products):
-        finished += len(server.collect(done))
-    return time.perf_counter() - begun
 
 
 def rows(real: Side, twin: Side) -> list[Row]:
@@ -314,8 +215,8 @@ def rows(real: Side, twin: Side) -> list[Row]:
     return found
 
 
-def print_rows(console: Console, names: Sequence[str], found: Comparison) -> None:
-    sides = (found.real, found.twin, found.undrifted)
+def print_rows(console: Console, found: Comparison) -> None:
+    names, sides = found.names, (found.real, found.twin, found.undrifted)
     tables = [("all devices", sides)]
     if len(names) > 1:
         for number, name in enumerate(names):
@@ -338,7 +239,7 @@ def print_rows(console: Console, names: Sequence[str], found: Comparison) -> Non
         )
 
 
-def as_json(names: Sequence[str], found: Comparison) -> dict[str, Any]:
+def as_json(found: Comparison) -> dict[str, Any]:
     def side(values: Side) -> dict[str, Any]:
         return {
             "device": values.device.tolist(),
@@ -354,7 +255,7 @@ def as_json(names: Sequence[str], found: Comparison) -> dict[str, Any]:
         ]
 
     return {
-        "devices": list(names),
+        "devices": list(found.names),
         "now": [asdict(now) for now in found.now],
         "compared": compared(found.twin),
         "compared_without_drift": compared(found.undrifted),

@@ -68,6 +68,7 @@ def compare(options: argparse.Namespace) -> int:
     from emulator.calibration import calibrate
     from emulator.samples import read_samples
     from testbed import twin
+    from testbed.twin_blocks import Device
 
     devices, figures, compared = [], [], {}
     for quota_us in QUOTAS_US:
@@ -77,7 +78,7 @@ def compare(options: argparse.Namespace) -> int:
             measure(path, quota_us, options.shapes, options.rounds)
         samples = read_samples(path)
         fitted = calibrate(samples)
-        devices.append(twin.Device(samples, fitted))
+        devices.append(Device(samples, fitted))
         low, high = fitted.drift
         seen = f"{len(fitted.shapes)} shapes; drift while measuring p5 {low:+.0%}, p95 {high:+.0%}"
         figures.append(Figure(f"{path.stem}: held out, median", fitted.median_error, MEDIAN_GOAL, seen))
@@ -86,7 +87,7 @@ def compare(options: argparse.Namespace) -> int:
         together = [devices[number] for number in TOGETHER[name]]
         say(f"twin, {name}")
         found = twin.compare(together, options.steps, STEP_S, options.seed, say)
-        compared[name] = twin.as_json([device.samples.name for device in together], found)
+        compared[name] = twin.as_json(found)
         figures += of_twins(name, found)
     for figure in figures:
         print(figure)
