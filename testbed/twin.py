@@ -103,6 +103,10 @@ def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say
     twin = _emulated(devices, now, links, parts, seed)
     say("twin: the same, as fast as the host was when the profile was made")
     undrifted = _emulated(devices, (Now(),) * len(devices), links, parts, seed)
+    planned = np.concatenate([part.device for step in parts[TRIES:] for part in step])
+    for what, side in (("real", real), ("twin", twin), ("twin without drift", undrifted)):
+        if not np.array_equal(side.device, planned):
+            say(f"{what}: late blocks were given to another device, too; this host is too busy to compare them well")
     return Comparison(tuple(device.samples.name for device in devices), real, twin, undrifted, now)
 
 
