@@ -1,10 +1,10 @@
 """`python -m agent measure`: how fast is this device? One JSON profile with raw samples, nothing concluded.
 
 A grid of products, interleaved and in rounds, so that whatever else the machine does meanwhile falls on all shapes
-alike and every round is a whole picture: Ctrl-C ends it, and what was measured is written all the same. Operands are
-taken from a place that was not touched lately, as those of a block are, which have just arrived. A sample is a stretch
-of calls: its time by the clock, and that of the processor, which goes on only while this process runs. Where it is kept
-waiting now and then (a CPU quota), only the second one says what a short call costs.
+alike and every round is a whole picture: Ctrl-C ends it, and what was measured is written all the same. One sample
+(`agent.sampling`) is a stretch of calls: its time by the clock, and that of the processor, which goes on only while
+this process runs. Where it is kept waiting now and then (a CPU quota), only the second one says what a short call
+costs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from agent.about import available_memory, describe, versions
 
-FORMAT, VERSION = "cleave-profile", 1
-EACH = 8  # single calls of a sample whose times are kept, at most
-POOL_BYTES = 64 << 20  # operands walk through this: more than the caches of a phone or a core
+FORMAT, VERSION = "cleave-profile", 2  # 1: without the quartiles of a sample
 LONGEST_S = 0.4  # a single call of the grid, about
 SAMPLE_S = 0.02
 PAUSE_S = 0.0005  # a clock that jumps by more while nothing is done: the processor was away
@@ -32,7 +29,6 @@ PAUSES_S = 1.5  # how long it is watched
 CYCLES = 4  # pauses a sample lasts at least
 LONGEST_SAMPLE_S = 0.25
 WINDOW_S = 0.25  # of the sustained run
-Shape = tuple[int, int, int, int]  # batch, rows, inner, columns
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     from agent.errors import UserError
     from agent.kernels import available_kernels, pick_kernel
     from agent.line import find_line
-    from agent.probe import check_address, measure_link
+    from agent.probe import both, check_address, measure_link
     from agent.units import parse_size
 
     try:
@@ -115,12 +111,18 @@ def _run(options: argparse.Namespace) -> int:
         "link": None,
     }
     code = 0
+
+    def link() -> dict[str, Any]:
+        with find_line(options.ps, None, options.state) as line:
+            measuring.say(f"link to {line.endpoints[0]}")
+            return measure_link(line.endpoints[0], line.curve)
+
     try:
         if options.ps is not None or options.invited:
-            with find_line(options.ps, None, options.state) as line:
-                measuring.say(f"link to {line.endpoints[0]}")
-                profile["link"] = measure_link(line.endpoints[0], line.curve)
+            profile["link"] = link()
         measuring.all()
+        if profile["link"] is not None:
+            profile["link"] = both(profile["link"], link())  # one moment says little about a link
         profile["complete"] = True
     except KeyboardInterrupt:
         measuring.say("interrupted: what was measured is written")
@@ -142,10 +144,11 @@ class Measuring:
     def __init__(self, kernels: list[Any], options: argparse.Namespace) -> None:
         import numpy as np
 
+        from agent.sampling import Sampler
+
         self._kernels, self._options = kernels, options
         self._rng = np.random.default_rng(options.seed)
-        self._pool = self._rng.random(POOL_BYTES // 4, dtype=np.float32)
-        self._at = 0
+        self._sampler = Sampler(options.seed)
         self._begun = time.perf_counter()
         self.sample_s = SAMPLE_S
         self.found: dict[str, Any] = {
@@ -159,27 +162,30 @@ class Measuring:
 
     def all(self) -> None:
         from agent.grid import shapes
+        from agent.sampling import POOL_BYTES
 
+        call = self._sampler.call
         self.say("warming up")
-        seconds = {kernel.name: self._call(kernel, (1, 384, 384, 384))[0] for kernel in self._kernels for _ in range(3)}
+        seconds = {kernel.name: call(kernel, (1, 384, 384, 384))[0] for kernel in self._kernels for _ in range(3)}
         fastest = min(self._kernels, key=lambda kernel: seconds[kernel.name])
         flops = 2 * 384**3 / seconds[fastest.name]
         if self._options.sustained:
             self._sustain(fastest)
         self._watch_pauses(0.1 * PAUSES_S if self._options.quick else PAUSES_S)
-        self.found["copy_bytes_per_s"] = self._copy_rate()
+        self.found["copy_bytes_per_s"] = self._sampler.copy_rate()
         grid = shapes(self._options.shapes, self._options.seed, flops * LONGEST_S, POOL_BYTES // 2)
         self.found["shapes"] = [list(shape) for shape in grid]
         work = [(kernel, shape) for kernel in range(len(self._kernels)) for shape in range(len(grid))]
         for kernel, shape in work:
-            self._call(self._kernels[kernel], grid[shape])  # sessions are made, code is loaded
+            call(self._kernels[kernel], grid[shape])  # sessions are made, code is loaded
         rounds, begun, told = self._options.rounds, time.perf_counter(), 0.0
         for number in range(rounds):
             self.found["rounds"].append([0.0, 0.0])
             opened, running = time.perf_counter(), time.process_time()
             for done, place in enumerate(self._rng.permutation(len(work)).tolist()):
                 kernel, shape = work[place]
-                self.found["samples"].append([kernel, shape, number, *self._sample(self._kernels[kernel], grid[shape])])
+                sample = self._sampler.sample(self._kernels[kernel], grid[shape], self.sample_s)
+                self.found["samples"].append([kernel, shape, number, *sample])
                 now = time.perf_counter()
                 self.found["rounds"][-1] = [now - opened, time.process_time() - running]
                 if now - told >= 2.0:
@@ -201,7 +207,7 @@ class Measuring:
         while (opened := time.perf_counter()) < begun + length_s:
             calls, running = 0, time.process_time()
             while time.perf_counter() < opened + WINDOW_S:
-                self._call(kernel, shape)
+                self._sampler.call(kernel, shape)
                 calls += 1
             windows.append([opened - begun, calls, time.perf_counter() - opened, time.process_time() - running])
 
@@ -220,46 +226,6 @@ class Measuring:
         if paused_s > 0.02 * length_s:
             self.sample_s = min(max(SAMPLE_S, CYCLES * length_s / len(away)), LONGEST_SAMPLE_S)
             self.say(f"this process is kept waiting {paused_s / length_s:.0%} of the time: samples are longer")
-
-    def _sample(self, kernel: Any, shape: Shape) -> list[Any]:
-        """Calls, their seconds all together, those of some of them, and the processor's all together."""
-        each: list[float] = []
-        processor_s = 0.0
-        opened = time.perf_counter()
-        while not each or time.perf_counter() < opened + self.sample_s:
-            seconds, running_s = self._call(kernel, shape)
-            each.append(seconds)
-            processor_s += running_s
-        step = -(-len(each) // EACH)
-        return [len(each), sum(each), each[::step], processor_s]
-
-    def _call(self, kernel: Any, shape: Shape) -> tuple[float, float]:
-        """Seconds by the clock and of the processor."""
-        batch, rows, inner, columns = shape
-        left, right = self._take(batch * rows * inner), self._take(batch * columns * inner)
-        one, two = left.reshape(batch, rows, inner), right.reshape(batch, columns, inner).transpose(0, 2, 1)
-        factors = (one[0], two[0]) if batch == 1 else (one, two)
-        running, begin = time.process_time(), time.perf_counter()
-        kernel.product(*factors)
-        seconds = time.perf_counter() - begin
-        return seconds, time.process_time() - running
-
-    def _take(self, cells: int) -> Any:
-        if self._at + cells > len(self._pool):
-            self._at = 0
-        self._at += cells
-        return self._pool[self._at - cells : self._at]
-
-    def _copy_rate(self) -> float:
-        half = len(self._pool) // 2
-        best_s = min(_timed(lambda: self._pool[:half].copy()) for _ in range(5))
-        return 2 * 4 * half / best_s  # read and written
-
-
-def _timed(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return max(time.perf_counter() - begin, 1e-9)
 
 
 def _at_least_one(text: str) -> int:

@@ -18,7 +18,7 @@ from agent.keys import Curve
 from agent.wire import MAX_FRAME_BYTES, MAX_PROBE_BYTES, Probe, Refused, WireError, decode, encode, send_frames
 
 ROUND_TRIPS = 20
-TRANSFERS = 5
+TRANSFERS = 9
 ENOUGH_S = 0.2  # a transfer that takes so long says enough
 PATIENCE_S = 20.0
 
@@ -47,6 +47,11 @@ def measure_link(address: str, curve: Curve | None = None) -> dict[str, Any]:
         return {"address": address, "round_trip_s": trips_s, "down": down, "up": up}
     finally:
         context.destroy(linger=0)
+
+
+def both(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+    """Two measurements of a link as one."""
+    return one | {key: one[key] + two[key] for key in ("round_trip_s", "down", "up")}
 
 
 def _transfers(socket: zmq.Socket[bytes], address: str, down: bool, kept: list[Any]) -> list[list[float]]:

@@ -1,12 +1,14 @@
 """Measured samples -> performance model, and how far it is off on shapes that it has not seen. Pure; needs SciPy.
 
-The typical time of a shape is the median over the rounds, of single calls. Under a CPU quota, where a short call either
-meets a pause or does not, it is the processor's time, times what all rounds together took longer than that. What slowed
-down all shapes for a while (somebody else's work on a shared machine) is divided out first.
+The typical time of a shape is the median over the rounds, of the median of single calls. Under a CPU quota, where a
+short call either meets a pause or does not, it is the processor's time, times what all rounds together took longer than
+that. What slowed down all shapes for a while (somebody else's work on a shared machine) is divided out first.
 
 The formula's terms are fitted without negative ones (every additional cell costs time), relative errors counting alike
-for short and long products, outliers little; the kernel's tile is the one that explains most. What is left is
-interpolated (a Gaussian process of maximum likelihood).
+for short and long products, outliers little. What is left is interpolated (a Gaussian process of maximum likelihood).
+The kernel's tile is the one that makes the whole the likeliest, among the few with which the formula explains most: by
+the formula alone a wrong tile is often as good as the right one, and what is left then has steps that cannot be
+interpolated.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from emulator.samples import AGAIN, ProfileError, Samples
 
 Floats = NDArray[np.float64]
 TILES = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+CANDIDATES = 8  # tiles that are tried with the interpolation
 ROBUST = 0.05  # a relative error beyond this counts as its size, not as its square
 FOLDS = 5
 LEAST_SHAPES = 20
+WAYS = ("down", "up")
 DRIFT = 15  # samples: what lasts shorter than this is chance
 PAUSES_MATTER = 0.02  # of the time
 WARMTH_MATTERS = 0.03
@@ -42,6 +46,7 @@ class Calibration:
     predicted_s: Floats  # by a model fitted without this shape
     median_error: float
     p95_error: float
+    drift: tuple[float, float]  # how much slower the machine was than usual while it was measured: p5 and p95
 
     @property
     def error(self) -> Floats:
@@ -58,7 +63,8 @@ class Calibration:
 def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
     """Fit the kernel that was asked for, or the one that the agent would take: the faster one on large products."""
     number = _kernel(samples, kernel)
-    shapes, measured_s = typical(samples, number)
+    times, slower = _times(samples, number)
+    shapes, measured_s = samples.shapes[sorted(times)], np.array([np.median(times[shape]) for shape in sorted(times)])
     if len(shapes) < LEAST_SHAPES:
         raise ProfileError(
             f"{samples.path} has samples of {len(shapes)} shapes, at least {LEAST_SHAPES} are needed; "
@@ -76,7 +82,7 @@ def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
     rested, warm_up_s = warmth(samples.sustained)
     model = replace(
         model,
-        spread=spread(samples, number),
+        spread=spread(samples, number, times),
         down_s=down_s,
         up_s=up_s,
         run_s=run_s,
@@ -85,25 +91,21 @@ def calibrate(samples: Samples, kernel: str | None = None) -> Calibration:
         warm_up_s=warm_up_s,
     )
     median, p95 = np.quantile(error, [0.5, 0.95]).tolist()
-    return Calibration(model, samples.kernels[number], shapes, measured_s, predicted_s, median, p95)
+    low, high = np.expm1(np.quantile(slower, [0.05, 0.95])).tolist()
+    kernel = samples.kernels[number]
+    return Calibration(model, kernel, shapes, measured_s, predicted_s, median, p95, (low, high))
 
 
-def typical(samples: Samples, kernel: int) -> tuple[NDArray[np.int64], Floats]:
-    found = _times(samples, kernel)
-    order = sorted(found)
-    return samples.shapes[order], np.array([np.median(found[shape]) for shape in order])
-
-
-def _times(samples: Samples, kernel: int) -> dict[int, list[float]]:
-    """By shape: what one call took, round by round, without what slowed down all shapes at that time."""
+def _times(samples: Samples, kernel: int) -> tuple[dict[int, Floats], Floats]:
+    """By shape: what one call took, round by round, without what slowed down all shapes at that time; and that, by
+    sample."""
     stretch = stretched(samples)
     mine = [s for s in samples.samples if s.kernel == kernel]
     shape = np.array([s.shape for s in mine])
-    seconds = np.array(
-        [float(np.median(s.each_s)) if stretch is None else stretch * s.processor_s / s.calls for s in mine]
-    )
-    seconds /= np.exp(drift(shape, np.log(seconds)))
-    return {number: seconds[shape == number].tolist() for number in np.unique(shape).tolist()}
+    seconds = np.array([s.typical_s if stretch is None else stretch * s.typical_processor_s for s in mine])
+    slower = drift(shape, np.log(seconds))
+    seconds /= np.exp(slower)
+    return {number: seconds[shape == number] for number in np.unique(shape).tolist()}, slower
 
 
 def drift(shape: NDArray[np.int64], logs: Floats) -> Floats:
@@ -134,9 +136,13 @@ def fit(shapes: NDArray[np.int64], measured_s: Floats) -> Performance:
         table = terms(shapes, *tile)
         factors = _formula(table, measured_s)
         fits.append((_loss(measured_s, table @ factors), tile, factors))
-    _, (tile_rows, tile_columns), factors = min(fits, key=lambda found: found[0])
-    left = np.log(measured_s / (terms(shapes, tile_rows, tile_columns) @ factors))
-    lengths, weights = _interpolation(coordinates(shapes, tile_rows, tile_columns), left)
+    likeliest = np.inf
+    for _, tile, factors in sorted(fits, key=lambda found: found[0])[:CANDIDATES]:
+        left = np.log(measured_s / (terms(shapes, *tile) @ factors))
+        unlikely, lengths, weights = _interpolation(coordinates(shapes, *tile), left)
+        if unlikely < likeliest:
+            likeliest, best = unlikely, (tile, factors, lengths, weights)
+    (tile_rows, tile_columns), factors, lengths, weights = best
     return Performance(
         **dict(zip(TERMS, factors.tolist(), strict=True)),
         tile_rows=tile_rows,
@@ -171,39 +177,51 @@ def _loss(measured_s: Floats, predicted_s: Floats) -> float:
     return float(np.mean(np.sqrt(1 + (_off(measured_s, predicted_s) / ROBUST) ** 2)))
 
 
-def _interpolation(places: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Lengths and weights of a Gaussian process through the values, with noise."""
+def _interpolation(places: Floats, values: Floats) -> tuple[float, Floats, Floats]:
+    """A Gaussian process through the values, with noise: how unlikely they are by it, its lengths and weights."""
+
+    apart = (places[:, None, :] - places[None, :, :]) ** 2
+    everywhere = np.eye(len(values))
 
     def covariance(guess: Floats) -> Floats:
         lengths, scale, noise = np.exp(guess[:COORDINATES]), np.exp(guess[-2]), np.exp(guess[-1])
-        result: Floats = scale * closeness(places, places, lengths.tolist()) + (noise + 1e-9) * np.eye(len(values))
+        result: Floats = scale * closeness(places, places, lengths.tolist()) + (noise + 1e-9) * everywhere
         return result
 
-    def unlikely(guess: Floats) -> float:
-        factor = cho_factor(covariance(guess), lower=True)
-        return float(0.5 * values @ cho_solve(factor, values) + np.log(np.diag(factor[0])).sum())
+    def unlikely(guess: Floats) -> tuple[float, Floats]:
+        """And how it changes with the guess."""
+        near = covariance(guess)
+        factor = cho_factor(near, lower=True)
+        weights = cho_solve(factor, values)
+        slope = 0.5 * (cho_solve(factor, everywhere) - np.outer(weights, weights))  # by each entry of the covariance
+        squared = apart / np.exp(2 * guess[:COORDINATES])
+        stretch = slope * 3 * np.exp(guess[-2] - np.sqrt(3 * squared.sum(axis=2)))  # of a Matern 3/2 by its distances
+        noise = np.exp(guess[-1])
+        of_scale = float((slope * near).sum() - (noise + 1e-9) * np.trace(slope))
+        changes = [*np.einsum("ij,ijk->k", stretch, squared), of_scale, noise * np.trace(slope)]
+        return float(0.5 * values @ weights + np.log(np.diag(factor[0])).sum()), np.array(changes)
 
     begin = np.array([0.7] * 4 + [0.0, 0.0, 0.7, np.log(0.03), np.log(0.001)])
     bounds = [(-1.0, 4.0)] * 4 + [(-2.0, 4.0)] * 3 + [(-9.0, 2.0), (-11.0, -2.0)]
-    found = minimize(unlikely, begin, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}).x
-    weights = np.exp(found[-2]) * np.linalg.solve(covariance(found), values)
-    return np.exp(found[:COORDINATES]), weights
+    found = minimize(unlikely, begin, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60})
+    at = found.x
+    weights = np.exp(at[-2]) * np.linalg.solve(covariance(at), values)
+    return float(found.fun), np.exp(at[:COORDINATES]), weights
 
 
-def spread(samples: Samples, kernel: int) -> tuple[float, ...]:
+def spread(samples: Samples, kernel: int, times: dict[int, Floats]) -> tuple[float, ...]:
     """How calls of one shape differ: quantiles of their time over the typical one; of the longer half of the shapes,
     because a moment in which somebody else has the processor is a hundred times a short call. Under a quota by the
     processor's time: by the clock single ones differ by the pauses, which are modelled as such."""
-    by_shape: dict[int, list[float]] = {}
-    if samples.quota is not None:
-        by_shape = _times(samples, kernel)
-    else:
+    if samples.quota is None:
+        each: dict[int, list[float]] = {}
         for s in samples.samples:
             if s.kernel == kernel:
-                by_shape.setdefault(s.shape, []).extend(s.each_s)
-    typical_s = {shape: float(np.median(times)) for shape, times in by_shape.items()}
+                each.setdefault(s.shape, []).extend(s.each_s)
+        times = {shape: np.array(seconds) for shape, seconds in each.items()}
+    typical_s = {shape: float(np.median(seconds)) for shape, seconds in times.items()}
     long_s = np.median(list(typical_s.values()))
-    factors = np.concatenate([np.array(by_shape[i]) / t for i, t in typical_s.items() if t >= long_s])
+    factors = np.concatenate([times[i] / t for i, t in typical_s.items() if t >= long_s])
     quantiles = np.quantile(factors, SPREAD_AT)
     return tuple(np.maximum.accumulate(quantiles).tolist())
 
@@ -216,17 +234,21 @@ def _pauses(samples: Samples) -> tuple[float, float]:
     return float(ran_s / len(samples.pauses)), float(away_s / len(samples.pauses))
 
 
+def message_seconds(samples: Samples) -> tuple[float, float] | None:
+    """Of the processor, a byte of a message down and up; None if the link was not measured."""
+    if samples.link is None:
+        return None
+    down_s, up_s = (float(np.median([running_s / size for size, _, running_s in samples.link[way]])) for way in WAYS)
+    return down_s, up_s
+
+
 def _transfers(samples: Samples) -> tuple[float, float]:
     """Seconds a byte, down and up, that the processor is busy with the link and does not compute. Only under a CPU
     quota: elsewhere another core does it."""
-    stretch = stretched(samples)
-    if stretch is None or samples.link is None:
+    stretch, seconds = stretched(samples), message_seconds(samples)
+    if stretch is None or seconds is None:
         return 0.0, 0.0
-    down_s, up_s = (
-        stretch * float(np.median([running_s / size for size, _, running_s in samples.link[way]]))
-        for way in ("down", "up")
-    )
-    return down_s, up_s
+    return stretch * seconds[0], stretch * seconds[1]
 
 
 def warmth(sustained: Floats) -> tuple[float, float]:

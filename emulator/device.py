@@ -15,6 +15,7 @@ from emulator.link import Lines, Links, plain_links
 from emulator.performance import Models, Processors, Shapes, figures_seconds
 
 Seconds = NDArray[np.float64]
+ROUNDING_S = 1e-7  # a moment is the same one after it was nanoseconds
 
 
 class Devices:
@@ -27,6 +28,9 @@ class Devices:
         self._lines = Lines(links or plain_links(len(profiles)))
         self._processors = None if models is None else Processors(models)
         self._processor_free_s = np.zeros(len(profiles))
+        self._receives = models is not None and any(kind.down_s for kind in models.kinds)
+        # device -> of its blocks: when due, when they came, how long their messages kept the processor busy
+        self._received: dict[int, list[tuple[float, float, float]]] = {}
 
     @classmethod
     def behind_kernel_links(
@@ -56,6 +60,8 @@ class Devices:
         """What they had to do is void: they begin anew."""
         self._lines.forget(devices)
         self._processor_free_s[devices] = 0.0
+        for device in devices:
+            self._received.pop(device, None)
 
     def schedule(
         self,
@@ -82,18 +88,28 @@ class Devices:
             computed = begins_s + compute_s[wave]
             self._processor_free_s[d] = computed
             due_s[wave] = self._lines.up.send(d, computed, up_bytes[wave], profile["up_bps"], profile["latency_s"])
+            if self._receives and self._processors is not None:
+                busy_s = self._processors.receiving_s(d, down_bytes[wave])
+                for number, *of_block in np.stack([d, due_s[wave], arrived_s, busy_s], axis=1).tolist():
+                    if of_block[2]:
+                        self._received.setdefault(int(number), []).append((of_block[0], of_block[1], of_block[2]))
         return due_s, compute_s
 
     @property
     def may_hold_up(self) -> bool:
         """Whether `held_up` can be more than nothing."""
-        return self._lines.down.bloats
+        return self._lines.down.bloats or self._receives
 
     def held_up(self, device: int, due_s: float) -> float:
-        """When an answer comes that was to be due then: downloads of blocks that were sent after it may hold it up. To
-        be asked once for each answer, when it is due and all that was sent before that moment has been scheduled; of a
-        device in the order in which they are due."""
-        return due_s + self._lines.down.queued_s(device, due_s)
+        """When an answer comes that was to be due then: downloads of blocks that were sent after it may hold it up,
+        and so does a processor that takes them in before it goes on (a later block's own time contains that, so the
+        last one is not later for it). To be asked once for each answer, when it is due and all that was sent before
+        that moment has been scheduled; of a device in the order in which they are due."""
+        later_s = self._lines.down.queued_s(device, due_s)
+        if received := self._received.get(device):
+            received[:] = [of_block for of_block in received if of_block[0] > due_s + ROUNDING_S]
+            later_s += sum(busy_s for _, came_s, busy_s in received if came_s <= due_s)
+        return due_s + later_s
 
     def _compute_s(
         self,

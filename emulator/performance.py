@@ -197,6 +197,12 @@ class Processors:
                 result[at] = self._slower[device[at]] * self._live(kind, device[at], typical_s, idle_s[at])
         return result
 
+    def receiving_s(self, device: NDArray[np.int64], down_bytes: NDArray[np.int64]) -> Floats:
+        """Of what `seconds` says, on average: how long the messages that bring these blocks keep the processor busy."""
+        by_kind = np.array([*(kind.down_s for kind in self._models.kinds), 0.0])  # the last one: without a model
+        result: Floats = self._slower[device] * by_kind[self._models.of[device]] * down_bytes
+        return result
+
     def _live(self, model: Performance, device: NDArray[np.int64], typical_s: Floats, idle_s: Floats) -> Floats:
         """What becomes of typical times on these devices now."""
         seconds = typical_s

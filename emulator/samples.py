@@ -15,6 +15,7 @@ from agent.errors import UserError
 from agent.measure import FORMAT, VERSION
 
 Floats = NDArray[np.float64]
+READABLE = (1, VERSION)  # a sample of version 1 has no quartiles: its means and its few single calls stand for them
 AGAIN = "measure the device again: python -m agent measure"
 
 
@@ -30,6 +31,8 @@ class Sample:
     seconds: float  # all calls together
     each_s: tuple[float, ...]  # some single calls
     processor_s: float  # of all calls: while the process was running
+    typical_s: float  # of one call, by the clock
+    typical_processor_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +77,10 @@ def read_samples(path: Path) -> Samples:
         raise ProfileError(f"{path} is not JSON, or only the beginning of it; {AGAIN}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ProfileError(f"{path} is not a device profile; give a file made by python -m agent measure")
-    if document.get("version") != VERSION:
+    if document.get("version") not in READABLE:
         raise ProfileError(
-            f"{path} has profile version {document.get('version')!r}, this release reads version {VERSION}; "
+            f"{path} has profile version {document.get('version')!r}, this release reads version "
+            f"{' and '.join(str(version) for version in READABLE)}; "
             "measure again with this release"
         )
     try:
@@ -92,12 +96,18 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
     if not all(len(s) == 4 and all(isinstance(x, int) and x >= 1 for x in s) for s in shapes):
         raise ProfileError(f"{path} has a shape that is none: four whole numbers from 1 up are needed; {AGAIN}")
     samples = []
-    for number, (kernel, shape, _, calls, seconds, each, processor_s) in enumerate(document["samples"]):
+    for number, (kernel, shape, _, calls, seconds, each, processor_s, *quartiles) in enumerate(document["samples"]):
         if not (0 <= kernel < len(document["kernels"]) and 0 <= shape < len(shapes) and calls >= 1 and each):
             raise ProfileError(f"{path}: sample {number} names a kernel or shape that is not there; {AGAIN}")
-        for value in (seconds, *each, processor_s):
+        typical_s, typical_processor_s = float(np.median(each)), processor_s / calls
+        if document["version"] > 1:
+            (_, typical_s, _), (_, middle_s, _) = quartiles
+            typical_processor_s = middle_s or typical_processor_s  # zero: that clock is too coarse for one call
+        for value in (seconds, *each, processor_s, typical_s, typical_processor_s):
             _positive(path, f"sample {number} of shape {shapes[shape]}", value)
-        samples.append(Sample(kernel, shape, calls, float(seconds), tuple(float(x) for x in each), float(processor_s)))
+        each_s = tuple(float(x) for x in each)
+        times = float(processor_s), float(typical_s), float(typical_processor_s)
+        samples.append(Sample(kernel, shape, calls, float(seconds), each_s, *times))
     elapsed_s, processor_s = (sum(times) for times in zip(*document["rounds"], strict=True)) if samples else (1.0, 1.0)
     for value in (elapsed_s, processor_s):
         _positive(path, "all rounds", value)

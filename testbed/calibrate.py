@@ -14,7 +14,7 @@ from rich.table import Table
 
 from agent.errors import UserError
 from agent.units import format_duration, format_flops, format_rate, format_size
-from emulator.calibration import Calibration
+from emulator.calibration import WAYS, Calibration, stretched
 from emulator.performance import SPREAD_AT
 from emulator.samples import Samples
 from emulator.zoo import parse_device
@@ -33,6 +33,7 @@ def print_calibration(console: Console, samples: Samples, found: Calibration) ->
         console.print("the profile is incomplete: measuring was interrupted", style="yellow")
     rows = {
         "error on held-out shapes": f"median {found.median_error:.1%}, p95 {found.p95_error:.1%} ({len(found.shapes)})",
+        "drift while measuring": f"p5 {found.drift[0]:+.1%}, p95 {found.drift[1]:+.1%} of the usual time; divided out",
         "large products": format_flops(found.large_flops),
         "overhead a call": format_duration(model.overhead_s),
         "tile of the kernel": f"{model.tile_rows} x {model.tile_columns}",
@@ -90,6 +91,7 @@ def as_json(samples: Samples, found: Calibration) -> dict[str, Any]:
         "shapes": len(found.shapes),
         "median_error": found.median_error,
         "p95_error": found.p95_error,
+        "drift": list(found.drift),
         "large_flops": found.large_flops,
         "link": link_figures(samples),
         "held_out": [
@@ -102,16 +104,24 @@ def as_json(samples: Samples, found: Calibration) -> dict[str, Any]:
     }
 
 
-def link_figures(samples: Samples) -> dict[str, float] | None:
-    """A rate each way and half a round trip; None if the link was not measured."""
+def link_figures(samples: Samples, wire_only: bool = False) -> dict[str, float] | None:
+    """A rate each way and half a round trip; None if the link was not measured. With `wire_only` without what the
+    processor took of its quota for it, which the model counts as the processor's work, and which is all of it where a
+    machine speaks to itself."""
     if samples.link is None:
         return None
     trip_s = float(np.median(samples.link["round_trip_s"]))
+    busy = (stretched(samples) or 0.0) if wire_only else 0.0
     rates = {
         f"{way}_bps": float(
-            np.median([8 * size / max(seconds - trip_s, 1e-6) for size, seconds, _ in samples.link[way]])
+            np.median(
+                [
+                    8 * size / max(seconds - trip_s - busy * running_s, 1e-6)
+                    for size, seconds, running_s in samples.link[way]
+                ]
+            )
         )
-        for way in ("down", "up")
+        for way in WAYS
     }
     return {**rates, "latency_s": trip_s / 2}
 

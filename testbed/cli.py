@@ -328,6 +328,7 @@ def twin(
     from emulator.calibration import calibrate as fit
     from emulator.samples import read_samples
     from testbed import twin as twins
+    from testbed.twin_blocks import Device
 
     if format not in ("table", "json"):
         raise UserError(f"--format is {format}; it must be table or json")
@@ -335,21 +336,20 @@ def twin(
         raise UserError("--steps and --seed must not be negative, --steps not 0, and --step-s from 0.01 to 60")
     read = {path: read_samples(path) for path in profiles}
     twins.check(list(read.values()))
-    fitted = {path: twins.Device(samples, fit(samples)) for path, samples in read.items()}
+    fitted = {path: Device(samples, fit(samples)) for path, samples in read.items()}
     devices = [fitted[path] for path in profiles]
 
     from rich.console import Console
 
     console = Console(highlight=False, stderr=format == "json")
     console = console if console.is_terminal else Console(highlight=False, stderr=format == "json", width=100)
-    real, emulated = twins.compare(devices, steps, step_s, seed, lambda text: console.print(text, style="dim"))
-    names = [device.samples.name for device in devices]
+    compared = twins.compare(devices, steps, step_s, seed, lambda text: console.print(text, style="dim"))
     if format == "json":
         import json
 
-        print(json.dumps(twins.as_json(names, real, emulated)))
+        print(json.dumps(twins.as_json(compared)))
     else:
-        twins.print_rows(console, names, real, emulated)
+        twins.print_rows(console, compared)
 
 
 @app.command()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from agent.errors import UserError
 
@@ -50,9 +52,57 @@ def cpu_quota(quota_us: int, period_us: int = PERIOD_US) -> Iterator[Path]:
         _remove(group, parent)
 
 
+@contextlib.contextmanager
+def served_first() -> Iterator[None]:
+    """This process and those that it starts come before others of this machine, as far as the kernel lets them: a
+    control group of the largest weight (being nice counts only within a session where sessions are scheduled as
+    groups). Nothing where that is not allowed."""
+    first = (ROOT / "cpu" / "cgroup.procs").exists()
+    parent = ROOT / "cpu" if first else ROOT
+    group = parent / f"cleave-{os.getpid()}-{time.monotonic_ns()}"
+    with contextlib.suppress(OSError):
+        group.mkdir()
+        (group / ("cpu.shares" if first else "cpu.weight")).write_text("262144" if first else "10000")
+        enter(group)
+    with contextlib.suppress(OSError):
+        os.nice(-10)
+    try:
+        yield
+    finally:
+        _remove(group, parent)
+
+
 def enter(group: Path, process: int = 0) -> None:
     """Put a process, all of its threads, into the group; 0 is this one. To be called before it begins to compute."""
     (group / "cgroup.procs").write_text(str(process))
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], quota: tuple[int, int] | None, threads: int, **options: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """A process of a device: with its CPU quota and so many threads of BLAS; ended at the end."""
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(cpu_quota(*quota)) if quota else None
+        limits = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(threads))
+        environment = os.environ | limits | {"CLEAVE_RULES": os.devnull}  # it is compared, whatever its owner wants
+        process = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, start_new_session=True, env=environment, **options
+        )
+        try:
+            if group is not None:
+                enter(group, process.pid)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
 
 def _remove(group: Path, parent: Path) -> None:

@@ -3,6 +3,10 @@
 Both sides are driven by a real server with the same products and fixed plans: every device gets the same blocks in the
 same order, all within its credit, so that nobody takes work from anybody. The real side is agent processes of this
 machine with the threads and the CPU quota of their profile; the other one is pods with the fitted models.
+
+The host's speed is not what it was when the profile was made. It is probed before every step of the real side (see
+`testbed.anchor`), and the twins' models are that much slower or faster; how much is said, and what the twins would have
+been without it: they run both ways.
 """
 
 from __future__ import annotations
@@ -13,9 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from queue import SimpleQueue
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,21 +29,20 @@ from agent.errors import Failure, UserError
 from agent.probe import measure_link
 from agent.profile import MAX_RATE, Profile, pack_profiles
 from agent.units import format_duration
-from emulator.calibration import Calibration
+from emulator.calibration import stretched
 from emulator.fleet import Fleet
-from emulator.performance import Models
+from emulator.performance import Models, Performance
 from emulator.samples import Samples
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan
 from ps.server import Server
+from testbed.anchor import Now, anchors, probe
 from testbed.calibrate import link_figures
 from testbed.launch import Pods
-from testbed.quota import cpu_quota, enter
+from testbed.message_cost import message_costs
+from testbed.quota import running
+from testbed.twin_blocks import Device, Part, run_step, stream
 
 Integers = NDArray[np.int64]
 CREDIT = 64  # blocks: more than a device has of one product
-BLOCKS = 6  # a device and product
 MEMORY_BYTES = 1 << 30
 JOIN_S = 60.0
 # `python -m agent`, which ends with us even if we are killed
@@ -53,23 +54,6 @@ TRIES = 3  # products before it counts: processes get warm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Device:
-    samples: Samples
-    calibration: Calibration
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One product of a step: tiles and whose they are."""
-
-    rows: int
-    inner: int
-    columns: int
-    tiles: Integers
-    device: Integers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Side:
     """What one side did: by block, in the order of device and block; and by step."""
 
@@ -77,6 +61,15 @@ class Side:
     block_s: NDArray[np.float64]  # from sending to the answer, as the server sees it
     compute_s: NDArray[np.float64]  # as the device says
     step_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    names: tuple[str, ...]  # of the devices
+    real: Side
+    twin: Side  # at the speed that the host had beside the real side
+    undrifted: Side  # at the speed that it had when the profiles were made
+    now: tuple[Now, ...]  # by device: what the first twin was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,46 +83,53 @@ class Row:
         return self.twin_s / self.real_s - 1
 
 
-def stream(devices: Sequence[Device], steps: int, seconds: float, seed: int) -> list[list[Part]]:
-    """So many steps of one product each, which take every device about so long by its model. Strips of rows of random
-    height, columns and inner length, the same for both sides; large ones, as those of a large model are."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(steps):
-        inner, columns = int(rng.integers(512, 2049)), int(rng.integers(384, 1025))
-        tiles, owners, at = [], [], 0
-        for number, device in enumerate(devices):
-            one_s = device.calibration.model.seconds(np.array([[1, 128, inner, columns]]))[0] / 128
-            shares = rng.uniform(0.5, 1.5, BLOCKS)
-            for height in np.maximum(1, seconds / one_s * shares / shares.sum()).astype(int).tolist():
-                tiles.append([0, 1, at, height, 0, columns])
-                owners.append(number)
-                at += height
-        found.append([Part(at, inner, columns, np.array(tiles), np.array(owners))])
-    return found
-
-
-def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say: Callable[[str], None]) -> list[Side]:
-    """The real side and the twins' side."""
+def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say: Callable[[str], None]) -> Comparison:
+    """The real side; the twins' as fast as the host is now; and as fast as it was when the profiles were made."""
     parts = stream(devices, steps + TRIES, step_s, seed)
     say(f"real: {len(devices)} agent(s), {steps} steps of about {step_s:g} s")
-    with serving() as server:
+    with serving() as server, ExitStack() as stack:
         links = [_link(device, server.address) for device in devices]
-        with ExitStack() as stack:
-            for number, device in enumerate(devices):
-                stack.enter_context(real_agent(device, server.address, number))
-                _wait(server, number + 1)
-            real = drive(server, parts, seed)
-    say("twin: the same blocks on emulated devices")
-    with serving() as server, Pods(twin_fleet(devices, links, seed), _pods(devices), server.address, "model") as pods:
+        agents = []
+        for number, device in enumerate(devices):
+            agents.append(stack.enter_context(real_agent(device, server.address, number)))
+            _wait(server, number + 1)
+        message_s = message_costs(server, devices, [agent.pid for agent in agents], seed)
+        found = stack.enter_context(anchors([(device.samples, device.calibration) for device in devices]))
+        real = drive(server, parts, seed, before_step=lambda: probe(found))
+        now = tuple(Now(anchor.drift, cost) for anchor, cost in zip(found, message_s, strict=True))
+    for device, found_now in zip(devices, now, strict=True):
+        say(f"host drift since the profile, {device.samples.name}: {found_now}")
+    say("twin: the same blocks on emulated devices, as fast as the host is now")
+    twin = _emulated(devices, now, links, parts, seed)
+    say("twin: the same, as fast as the host was when the profile was made")
+    undrifted = _emulated(devices, (Now(),) * len(devices), links, parts, seed)
+    planned = np.concatenate([part.device for step in parts[TRIES:] for part in step])
+    for what, side in (("real", real), ("twin", twin), ("twin without drift", undrifted)):
+        if not np.array_equal(side.device, planned):
+            say(f"{what}: late blocks were given to another device, too; this host is too busy to compare them well")
+    return Comparison(tuple(device.samples.name for device in devices), real, twin, undrifted, now)
+
+
+def _emulated(
+    devices: Sequence[Device],
+    now: Sequence[Now],
+    links: Sequence[dict[str, float]],
+    parts: Sequence[Sequence[Part]],
+    seed: int,
+) -> Side:
+    models = [
+        of_now.applied(device.calibration.model, stretched(device.samples))
+        for device, of_now in zip(devices, now, strict=True)
+    ]
+    fleet = twin_fleet(devices, models, links, seed)
+    with serving() as server, Pods(fleet, _pods(devices), server.address, "model") as pods:
         _wait(server, len(devices), pods)
         # pods join in any order: the plan names devices by their number in the stream
         order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
         try:
-            twin = drive(server, parts, seed, order)
+            return drive(server, parts, seed, order)
         finally:
             server.stop()
-    return [real, twin]
 
 
 def _pods(devices: Sequence[Device]) -> int:
@@ -148,30 +148,18 @@ def serving() -> Iterator[Server]:
 
 
 @contextmanager
-def real_agent(device: Device, address: str, number: int) -> Iterator[None]:
+def real_agent(device: Device, address: str, number: int) -> Iterator[subprocess.Popen[bytes]]:
     samples = device.samples
     command = [sys.executable, "-c", AGENT, "--ps", address, "--once", "--name", f"real-{number}"]
     command += ["--threads", str(samples.threads), "--kernel", device.calibration.kernel]
     command += ["--credit", str(CREDIT), "--memory", f"{MEMORY_BYTES} B", "--unmeasured"]
-    with ExitStack() as stack:
-        group = stack.enter_context(cpu_quota(*samples.quota)) if samples.quota else None
-        threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(samples.threads))
-        environment = os.environ | threads | {"CLEAVE_RULES": os.devnull}  # it is compared, whatever its owner wants
-        agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, env=environment)
-        try:
-            if group is not None:
-                enter(group, agent.pid)
-            yield
-        finally:
-            agent.terminate()
-            try:
-                agent.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
+    with running(command, samples.quota, samples.threads) as agent:
+        yield agent
 
 
-def twin_fleet(devices: Sequence[Device], links: Sequence[dict[str, float]], seed: int) -> Fleet:
+def twin_fleet(
+    devices: Sequence[Device], models: Sequence[Performance], links: Sequence[dict[str, float]], seed: int
+) -> Fleet:
     profiles = [
         Profile(
             flops=device.calibration.large_flops,
@@ -185,37 +173,28 @@ def twin_fleet(devices: Sequence[Device], links: Sequence[dict[str, float]], see
         for device, link in zip(devices, links, strict=True)
     ]
     count = len(devices)
-    models = Models(
-        tuple(device.calibration.model for device in devices), np.arange(count), tuple((seed, i) for i in range(count))
-    )
+    kinds = Models(tuple(models), np.arange(count), tuple((seed, i) for i in range(count)))
     names = [device.samples.name for device in devices]
-    return Fleet(pack_profiles(profiles), names, ["as-measured"] * count, {"measured": count}, models=models)
+    return Fleet(pack_profiles(profiles), names, ["as-measured"] * count, {"measured": count}, models=kinds)
 
 
-def drive(server: Server, steps: Sequence[Sequence[Part]], seed: int, order: Sequence[int] | None = None) -> Side:
+def drive(
+    server: Server,
+    steps: Sequence[Sequence[Part]],
+    seed: int,
+    order: Sequence[int] | None = None,
+    before_step: Callable[[], None] = lambda: None,
+) -> Side:
     """Every step's products, the next step when all are done; the first steps do not count. `order`: which device of
-    the stream each one is that has joined, in the order of joining."""
+    the stream each one is that has joined, in the order of joining. `before_step`: to be done before each that counts,
+    while nobody has work."""
     rng = np.random.default_rng(seed)
     ids = np.arange(server.devices) if order is None else np.argsort(np.array(order))
     step_s = []
     for number, parts in enumerate(steps):
-        products, done = [], SimpleQueue[int]()
-        for part in parts:
-            left = rng.standard_normal((1, part.rows, part.inner), dtype=np.float32)
-            right = rng.standard_normal((1, part.columns, part.inner), dtype=np.float32)
-            fresh = np.ones((len(part.tiles), 2), bool)
-            fresh[1:, 1] = part.device[1:] != part.device[:-1]  # one slab of columns a device
-            plan = Plan(part.tiles, ids[part.device], fresh, 0.0)
-            out = np.empty((1, part.rows, part.columns), np.float32)
-            products.append(
-                Product(Operand(left), Operand(right), out, partial(done.put, 0), f"step {number}", number, plan=plan)
-            )
-        begun = time.perf_counter()
-        server.submit(*products)
-        finished = 0
-        while finished < len(products):
-            finished += len(server.collect(done))
-        step_s.append(time.perf_counter() - begun)
+        if number >= TRIES:
+            before_step()
+        step_s.append(run_step(server, parts, ids, rng, number))
     columns = server.records.columns()
     counts = columns["step"] >= TRIES
     columns = {name: values[counts] for name, values in columns.items()}
@@ -240,28 +219,31 @@ def rows(real: Side, twin: Side) -> list[Row]:
     return found
 
 
-def print_rows(console: Console, names: Sequence[str], real: Side, twin: Side) -> None:
-    tables = [("all devices", rows(real, twin))]
+def print_rows(console: Console, found: Comparison) -> None:
+    names, sides = found.names, (found.real, found.twin, found.undrifted)
+    tables = [("all devices", sides)]
     if len(names) > 1:
         for number, name in enumerate(names):
-            one, two = (
-                Side(s.device, s.block_s[s.device == number], s.compute_s[s.device == number], s.step_s)
-                for s in (real, twin)
+            one, two, three = (
+                Side(s.device, s.block_s[s.device == number], s.compute_s[s.device == number], s.step_s) for s in sides
             )
-            tables.append((f"device {number}, {name}", rows(one, two)[1:]))
+            tables.append((f"device {number}, {name}", (one, two, three)))
     table = Table(box=None)
-    for column in ("", "real", "twin", "error"):
+    for column in ("", "real", "twin", "error", "error without drift"):
         table.add_column(column, justify="left" if not column else "right")
-    for title, found in tables:
+    for title, (real, twin, undrifted) in tables:
         table.add_row(f"[bold]{title}[/bold]")
-        for row in found:
-            table.add_row(
-                f"  {row.what}", format_duration(row.real_s), format_duration(row.twin_s), f"{row.error:+.1%}"
-            )
+        for row, without in list(zip(rows(real, twin), rows(real, undrifted), strict=True))[tables[0][0] != title :]:
+            times = format_duration(row.real_s), format_duration(row.twin_s)
+            table.add_row(f"  {row.what}", *times, f"{row.error:+.1%}", f"{without.error:+.1%}")
     console.print(table)
+    for number, (name, now) in enumerate(zip(names, found.now, strict=True)):
+        console.print(
+            f"host drift since the profile, given to the twin: device {number}, {name}: {now}", soft_wrap=True
+        )
 
 
-def as_json(names: Sequence[str], real: Side, twin: Side) -> dict[str, Any]:
+def as_json(found: Comparison) -> dict[str, Any]:
     def side(values: Side) -> dict[str, Any]:
         return {
             "device": values.device.tolist(),
@@ -270,22 +252,27 @@ def as_json(names: Sequence[str], real: Side, twin: Side) -> dict[str, Any]:
             "step_s": values.step_s.tolist(),
         }
 
-    return {
-        "devices": list(names),
-        "compared": [
+    def compared(twin: Side) -> list[dict[str, Any]]:
+        return [
             {"what": row.what, "real_s": row.real_s, "twin_s": row.twin_s, "error": row.error}
-            for row in rows(real, twin)
-        ],
-        "real": side(real),
-        "twin": side(twin),
+            for row in rows(found.real, twin)
+        ]
+
+    return {
+        "devices": list(found.names),
+        "now": [asdict(now) for now in found.now],
+        "compared": compared(found.twin),
+        "compared_without_drift": compared(found.undrifted),
+        "real": side(found.real),
+        "twin": side(found.twin),
     }
 
 
 def _link(device: Device, address: str) -> dict[str, float]:
     """As its profile says; else that of this machine to itself, on which the real agent runs."""
-    if found := link_figures(device.samples):
+    if found := link_figures(device.samples, wire_only=True):
         return found
-    here = link_figures(replace(device.samples, link=measure_link(address)))
+    here = link_figures(replace(device.samples, link=measure_link(address)), wire_only=True)
     assert here is not None
     return here
 

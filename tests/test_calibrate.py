@@ -13,6 +13,7 @@ import pytest
 from agent.errors import UserError
 from agent.grid import shapes
 from agent.profile import pack_profiles
+from agent.sampling import quartiles
 from emulator.calibration import calibrate, drift
 from emulator.fleet import draw_fleet
 from emulator.performance import Performance
@@ -41,10 +42,12 @@ def profile(count: int = 60, rounds: int = 3) -> dict[str, Any]:
         for kernel, slower in enumerate((1.0, 2.0)):
             for shape, typical_s in enumerate(seconds):
                 each = (typical_s * slower * rng.lognormal(0, 0.02, 3)).tolist()
-                samples.append([kernel, shape, number, 3, sum(each), each, sum(each) / 4])
+                processor = [seconds / 4 for seconds in each]
+                middles = [quartiles(each), quartiles(processor)]
+                samples.append([kernel, shape, number, 3, sum(each), each, sum(processor), *middles])
     return {
         "format": "cleave-profile",
-        "version": 1,
+        "version": 2,
         "made": "2026-01-01T00:00:00+00:00",
         "complete": True,
         "device": {"name": "My Phone", "threads": 1, "cpu_quota": None, "processor": 'a "chip"', "system": "Linux"},
@@ -98,6 +101,32 @@ def test_a_kernel_can_be_chosen(tmp_path: Path) -> None:
     assert slow.large_flops == pytest.approx(calibrate(samples).large_flops / 2, rel=0.1)
     with pytest.raises(ProfileError, match="abacus"):
         calibrate(samples, "abacus")
+
+
+def test_a_moment_that_somebody_else_takes_does_not_move_what_is_typical(tmp_path: Path) -> None:
+    document = profile(40, 3)
+    document["device"]["cpu_quota"] = {"quota_us": 2500, "period_us": 10000}
+    quiet = calibrate(read_samples(written(tmp_path, document)))
+    for sample in document["samples"][::2]:
+        sample[6] += 5 * sample[6]  # one of its calls: the middle one stays what it was
+    busy = calibrate(read_samples(written(tmp_path, document)))
+    assert busy.measured_s.tolist() == quiet.measured_s.tolist()
+
+
+def test_a_profile_of_version_1_is_still_read(tmp_path: Path) -> None:
+    document = profile()
+    now = calibrate(read_samples(written(tmp_path, document)))
+    document["version"], document["samples"] = 1, [sample[:7] for sample in document["samples"]]
+    old = calibrate(read_samples(written(tmp_path, document)))
+    assert old.measured_s == pytest.approx(now.measured_s)
+
+
+def test_a_processor_clock_too_coarse_for_one_call_is_read_over_all_of_them(tmp_path: Path) -> None:
+    document = profile(24, 1)
+    for sample in document["samples"]:
+        sample[8] = [0.0, 0.0, 0.0]
+    for sample in read_samples(written(tmp_path, document)).samples:
+        assert sample.typical_processor_s == sample.processor_s / sample.calls
 
 
 def test_pauses_count_only_where_a_quota_makes_them(tmp_path: Path) -> None:
@@ -202,7 +231,11 @@ def with_sample(at: int, value: Any) -> dict[str, Any]:
 
 
 BAD = {
-    "another version": (json.dumps(spoil(version=2)), "version 2, this release reads version 1"),
+    "another version": (json.dumps(spoil(version=3)), "version 3, this release reads version 1 and 2"),
+    "no version": (json.dumps(spoil(version=None)), "version None, this release reads version 1 and 2"),
+    "version 1 that calls itself 2": (json.dumps(spoil(samples=[s[:7] for s in profile(24, 1)["samples"]])), "damaged"),
+    "a quartile of zero": (json.dumps(with_sample(7, [0.0, 0.0, 1.0])), "took 0.0 seconds"),
+    "a quartile that is NaN": (json.dumps(with_sample(8, [1.0, float("nan"), 1.0])), "took nan seconds"),
     "another format": (json.dumps({"format": "cookies"}), "not a device profile"),
     "a list": ("[1, 2]", "not a device profile"),
     "truncated": (json.dumps(profile(24, 1))[:-500], "only the beginning"),
@@ -255,7 +288,8 @@ def test_the_command_prints_the_error_draws_and_writes(start: Start, tmp_path: P
     table = start(*CLEAVE, "calibrate", str(path), *options)
     as_json = start(*CLEAVE, "calibrate", str(path), *options, "--format", "json")
     assert table.wait() == 0, table.output
-    for said in ("error on held-out shapes", "worst shapes", "predicted (up) against measured", "phone.toml"):
+    titles = ("error on held-out shapes", "drift while measuring", "worst shapes", "predicted (up) against measured")
+    for said in (*titles, "phone.toml"):
         assert said in table.output
     assert read_device(out).basis == "measured"
     assert len(xml.etree.ElementTree.parse(svg).findall(".//{http://www.w3.org/2000/svg}circle")) == 60

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,17 @@ import numpy as np
 import pytest
 
 from agent.about import cpu_quota as own_quota
+from agent.probe import ROUND_TRIPS
 from agent.profile import Profile, pack_profiles
 from emulator.calibration import calibrate
 from emulator.fleet import Fleet
 from emulator.performance import Models, Performance
 from emulator.samples import read_samples
 from ps.server import Server
-from testbed import quota, twin
+from testbed import message_cost, quota, twin, twin_blocks
+from testbed.anchor import Now, products
 from testbed.launch import Pods
+from testbed.message_cost import message_seconds_now, processor_seconds
 
 if TYPE_CHECKING:
     from conftest import Serve, Start
@@ -50,6 +55,7 @@ def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, s
     assert {"python", "numpy"} <= set(samples.versions)
     assert samples.link is not None
     assert min(samples.link["round_trip_s"]) > 0
+    assert len(samples.link["round_trip_s"]) == 2 * ROUND_TRIPS  # before and after the products
     for size, seconds, processor_s in samples.link["down"] + samples.link["up"]:
         assert size >= 1 << 14
         assert min(seconds, processor_s) > 0
@@ -153,11 +159,89 @@ def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) ->
     found = json.loads(next(line for line in program.said if line.startswith("{")))
     assert found["real"]["device"] == found["twin"]["device"]
     assert sorted(set(found["real"]["device"])) == [0, 1]
-    assert len(found["real"]["block_s"]) == 2 * 2 * twin.BLOCKS
+    assert len(found["real"]["block_s"]) == 2 * 2 * twin_blocks.BLOCKS
     for side in ("real", "twin"):
         assert len(found[side]["step_s"]) == 2
         assert min(found[side]["compute_s"]) > 0
-    assert {row["what"] for row in found["compared"]} >= {"mean step", "block, computing, p50"}
+    for compared in ("compared", "compared_without_drift"):
+        assert {row["what"] for row in found[compared]} >= {"mean step", "block, computing, p50"}
+    assert all(now["products"] > 0 and now["message_s"] is None for now in found["now"])  # no quota, no such cost
+
+
+@needs_quota
+def test_a_twin_with_a_quota_is_told_what_its_agent_pays_for_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the output says what the host's drift since the profile was."""
+    from rich.console import Console
+    from test_calibrate import profile, written
+
+    document = profile(24, 1)
+    document["device"]["cpu_quota"] = {"quota_us": 5000, "period_us": 10000}
+    document["rounds"] = [[2.0, 1.0]]
+    for name, less in (("ROWS", 50), ("TRIES", 0), ("PAIRS", 1)):
+        monkeypatch.setattr(message_cost, name, less)
+    samples = read_samples(written(tmp_path, document))
+    device = twin_blocks.Device(samples, calibrate(samples))
+    said: list[str] = []
+    found = twin.compare([device], 1, 0.02, 0, said.append)
+    assert found.now[0].message_s is not None
+    assert max(found.now[0].message_s) > 0
+    told = next(line for line in said if "host drift since the profile" in line)
+    assert "messages" in told
+    console = Console(width=200, record=True, file=io.StringIO())
+    twin.print_rows(console, found)
+    assert "error without drift" in console.export_text()
+
+
+def test_what_is_given_to_a_twin_changes_products_and_messages_and_nothing_else() -> None:
+    model = Performance(0.001, 1e-9, right_s=1e-9, down_s=1e-8, up_s=1e-8, run_s=0.004, pause_s=0.006, rested=0.9)
+    shape = np.array([[1, 20, 50, 30]])
+    slower = Now(1.1, (2e-9, 3e-9)).applied(model, 4.0)
+    assert slower.seconds(shape) == pytest.approx(1.1 * model.seconds(shape))
+    assert (slower.down_s, slower.up_s) == pytest.approx((8e-9, 1.2e-8))
+    kept = ("run_s", "pause_s", "rested", "spread", "shapes")
+    assert [getattr(slower, name) for name in kept] == [getattr(model, name) for name in kept]
+    assert Now().applied(model, 4.0) == model
+
+
+def test_the_cost_of_messages_is_what_the_products_do_not_explain() -> None:
+    rng = np.random.default_rng(0)
+    moved = rng.uniform(1e6, 2e6, (9, 2, 2)) * np.array([[30.0, 1.0], [1.0, 30.0]])
+    products_s = rng.uniform(0.001, 0.01, (9, 2))
+    used_s = products_s + moved @ np.array([7e-10, 4e-10])
+    used_s[0] *= 10  # somebody else's moment
+    assert message_seconds_now(used_s, products_s, moved) == pytest.approx((7e-10, 4e-10))
+    assert message_seconds_now(products_s / 2, products_s, moved) == (0.0, 0.0)
+
+
+def test_the_processor_time_of_a_process_is_that_of_its_own_clock() -> None:
+    before_s, found_s, after_s = time.process_time(), processor_seconds(os.getpid()), time.process_time()
+    assert before_s <= found_s <= after_s
+
+
+def test_reference_products_are_shapes_of_the_profile_that_are_like_blocks(tmp_path: Path) -> None:
+    from test_calibrate import profile, written
+
+    found = calibrate(read_samples(written(tmp_path, profile(60, 1))))
+    batch, rows, _, columns = found.shapes[products(found)].T
+    assert len(batch) == 6
+    assert batch.max() == 1
+    assert min(rows.min(), columns.min()) >= 64
+
+
+@needs_quota
+def test_who_is_served_first_leaves_no_control_group_behind() -> None:
+    def groups(process: int) -> list[Path]:
+        return [path for root in (quota.ROOT, quota.ROOT / "cpu") for path in root.glob(f"cleave-{process}-*")]
+
+    process = os.fork()
+    if process == 0:  # being less nice cannot be taken back
+        with quota.served_first():
+            there = bool(groups(os.getpid()))
+        os._exit(0 if there else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert not groups(process)
 
 
 def test_a_pod_computes_as_long_as_the_model_says(serve: Serve) -> None:
@@ -170,7 +254,7 @@ def test_a_pod_computes_as_long_as_the_model_says(serve: Serve) -> None:
     with Pods(fleet, 2, server.address, "model"):
         assert server.wait_for_devices(3, 30)
         order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
-        parts = [[twin.Part(67, 50, 30, tiles, np.arange(3))]] * (twin.TRIES + 2)
+        parts = [[twin_blocks.Part(67, 50, 30, tiles, np.arange(3))]] * (twin.TRIES + 2)
         side = twin.drive(server, parts, 0, order)
         server.stop()
     expected = np.array([model.seconds(np.array([[1, rows, 50, 30]]))[0] for rows in (20, 40, 7)])

@@ -215,6 +215,29 @@ def test_the_link_takes_the_processor_where_nothing_else_does_its_work() -> None
     assert compute_s == pytest.approx(KERNEL.seconds(table) + 0.002)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=8), st.integers(1, 8), st.booleans())
+def test_messages_that_came_are_taken_in_before_the_products_and_the_last_answer_is_not_later_for_it(
+    sizes: list[int], most: int, later: bool
+) -> None:
+    """Over a link that takes no time; `later`: half of the messages come only when all the answers are out."""
+    model = replace(KERNEL, overhead_s=0.05, down_s=1e-6)
+    profiles = pack_profiles([Profile(1e9, 0.25, 1e12, 1e12, 0.0, 1 << 30, 64)])
+    device, product_s = Devices(profiles, models=models(model, 1)), float(model.seconds(one(1, 64, 64, 64))[0])
+    due: list[float] = []
+    groups = [sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]] if later else [sizes]
+    for moment, group in enumerate(groups):
+        begun_s, came = 1000.0 * moment, []
+        for first in range(0, len(group), most):
+            part = np.array(group[first : first + most])
+            at = np.zeros(len(part), np.int64)
+            found_s, _ = device.schedule(begun_s, at, part, np.repeat(one(1, 64, 64, 64), len(part), 0), at)
+            came += found_s.tolist()
+        due = [device.held_up(0, moment_s) for moment_s in came]
+        expected = begun_s + 1e-6 * sum(group) + product_s * np.arange(1, len(group) + 1)
+        assert due == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 # ---- as text
 
 
