@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from emulator.pod import die_with_parent
 from ps.access_file import AccessFile
 from ps.jobs import Product
 from ps.operands import Operand
@@ -22,6 +23,7 @@ PATIENCE_S = 60.0
 
 
 def main() -> int:
+    die_with_parent()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     access = AccessFile(Path(sys.argv[1]))
     said: Counter[str] = Counter()
@@ -51,6 +53,12 @@ def main() -> int:
         "said": dict(said.most_common(12)),
         "longest_turn_s": server.totals.longest_turn_s,
         "enrolled": len(access.read().enrolled),
+        "kept": {
+            "joined": server.roster.joined,
+            "numbers": len(server.labels),
+            "worked": len(set(server.records.columns().get("device", np.empty(0)).tolist())),
+            "losses": len(server.records.losses),
+        },
     }
     print(json.dumps(outcome))
     return 0
