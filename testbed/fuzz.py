@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -106,7 +107,12 @@ def fuzz(messages: int, seed: int, say: Callable[[str], None] = lambda text: Non
         outcome.memory_bytes.append(server.memory_info().rss)
         for look in range(1, LOOKS + 1):
             while outcome.messages < messages * look // LOOKS:
-                callers.call(rng)
+                try:
+                    callers.call(rng)
+                except Unanswered as error:
+                    raise Unanswered(
+                        f"{error} after {outcome.messages:,} messages; it was at\n{_where(process, log)}"
+                    ) from None
             outcome.memory_bytes.append(server.memory_info().rss)
             if look % (LOOKS // 10) == 0:
                 seconds = time.monotonic() - begun
@@ -118,6 +124,17 @@ def fuzz(messages: int, seed: int, say: Callable[[str], None] = lambda text: Non
         outcome.tracebacks = log.read().count("Traceback (most recent call last)")
     outcome.seconds = time.monotonic() - begun
     return outcome
+
+
+class Unanswered(RuntimeError):
+    """The server is not alive, or does not look so; the text says where its threads were."""
+
+
+def _where(process: subprocess.Popen[str], log: IO[str]) -> str:
+    process.send_signal(signal.SIGABRT)  # then it writes that down
+    process.wait()
+    log.seek(0)
+    return "".join(log.readlines()[-100:])
 
 
 class _Callers:
@@ -173,7 +190,7 @@ class _Callers:
                 if isinstance(message, Heartbeat):
                     continue
         if patience_s == PATIENCE_S:
-            raise RuntimeError(f"the server did not answer within {PATIENCE_S:.0f} s")
+            raise Unanswered(f"the server did not answer a caller ({kind}) within {PATIENCE_S:.0f} s")
 
     def _raw(self, rng: random.Random) -> None:
         for _ in range(BATCH):
@@ -261,7 +278,11 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100_000, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed sends the same (%(default)s)")
     options = parser.parse_args()
-    outcome = fuzz(options.messages, options.seed, say=lambda text: print(text, flush=True))
+    try:
+        outcome = fuzz(options.messages, options.seed, say=lambda text: print(text, flush=True))
+    except Unanswered as error:
+        print(f"fuzz: {error}; seed {options.seed}", file=sys.stderr)
+        return 1
     rate = outcome.messages / outcome.seconds
     print(f"{outcome.messages:,} messages in {outcome.seconds:.0f} s, {rate:,.0f} a second: {dict(outcome.sent)}")
     print(json.dumps(outcome.server, indent=1))

@@ -3,6 +3,7 @@ comes out must be right. Says where it is and, when its standard input ends, how
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import sys
@@ -24,6 +25,7 @@ PATIENCE_S = 60.0
 
 def main() -> int:
     die_with_parent()
+    faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     access = AccessFile(Path(sys.argv[1]))
     said: Counter[str] = Counter()
