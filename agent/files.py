@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,14 +26,15 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_private(path: Path, text: str, *, durable: bool = True) -> None:
-    """A reader finds the old file or the new one; if it is durable, also after a power cut."""
+def write_private(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
+    """A reader finds the old file or the new one; if it is durable, also after a power cut. A long text may come in
+    lines, so that it is never in memory as a whole."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines([text] if isinstance(text, str) else text)
                 file.flush()
                 if durable:
                     os.fsync(descriptor)

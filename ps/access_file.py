@@ -7,7 +7,7 @@ at that moment, and written whole. A reader looks at the file's stamp and reads 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,26 +60,21 @@ class AccessFile:
             book = self.read()
             following, answer = how(book)
             if following != book:
-                write_private(self.path, _as_text(following), durable=durable)
+                write_private(self.path, _as_lines(following), durable=durable)
                 self._book, self._stamp = following, self._look()  # nobody else writes while we have the lock
             return answer
 
 
-def _as_text(book: Book) -> str:
-    """A line for each invitation and each device: a server writes this whenever one of them comes or goes."""
-    parts = [
-        f'"version": {VERSION}',
-        f'"secret": {json.dumps(book.secret)}',
-        f'"listening": {json.dumps(book.listening)}',
-        f'"invitations": {_rows(book.invitations)}',
-        f'"enrolled": {_rows(book.enrolled)}',
-    ]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _rows(rows: Sequence[Invitation] | Sequence[Enrolled]) -> str:
-    lines = (json.dumps({name: getattr(row, name) for name in row.__slots__}) for row in rows)
-    return "[" + ",".join(f"\n {line}" for line in lines) + "]"
+def _as_lines(book: Book) -> Iterator[str]:
+    """One for each invitation and each device: a server writes this whenever one of them comes or goes."""
+    yield f'{{\n"version": {VERSION},\n"secret": {json.dumps(book.secret)},\n"listening": {json.dumps(book.listening)}'
+    tables: dict[str, Sequence[Invitation | Enrolled]] = {"invitations": book.invitations, "enrolled": book.enrolled}
+    for name, rows in tables.items():
+        yield f',\n"{name}": ['
+        for number, row in enumerate(rows):
+            yield ("," if number else "") + "\n " + json.dumps({key: getattr(row, key) for key in row.__slots__})
+        yield "]"
+    yield "\n}\n"
 
 
 def _from_text(path: Path) -> Book:

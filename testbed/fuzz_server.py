@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import numpy.ma  # np.unique loads it at its first use, whenever that is: 1.5 MiB that are no growth
 
 from emulator.pod import die_with_parent
 from ps.access_file import AccessFile
