@@ -210,9 +210,11 @@ def print_summary(console: Console, s: Summary) -> None:
     if s.clock["kind"] != "virtual":
         rows.append(("joined", f"all in {format_duration(s.joined_s)}"))
         rows.append(("memory", f"{format_size(s.memory_bytes)}, server and {s.pods} pods"))
-    if s.real_devices:
-        more = f", and {s.real_devices_forgotten:,} times somebody else (0 blocks)" if s.real_devices_forgotten else ""
-        rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items()) + more))
+    real = [f"{name} ({n} blocks)" for name, n in s.real_devices.items()]
+    if s.real_devices_forgotten:
+        real.append(f"{s.real_devices_forgotten:,} more that left without having returned a block")
+    if real:
+        rows.append(("real devices", ", ".join(real)))
     if s.device_files:
         rows.append(("", f"measured, to be emulated: devices/{', '.join(s.device_files)}"))
     if s.departures:
