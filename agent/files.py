@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agent.errors import UserError
@@ -26,20 +26,23 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_private(path: Path, text: str, *, durable: bool = True) -> None:
-    """A reader finds the old file or the new one; if it is durable, also after a power cut."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+def write_private(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
+    """A reader finds the old file or the new one; if it is durable, also after a power cut. A long text may come in
+    lines, so that it is never in memory as a whole."""
+    # not a Path: that interns each of these names, and a server that writes often makes Python's table of them grow
+    part = f"{path.parent}{os.sep}.{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines([text] if isinstance(text, str) else text)
                 file.flush()
                 if durable:
                     os.fsync(descriptor)
-            part.replace(path)
+            os.replace(part, path)  # noqa: PTH105
         except BaseException:
-            part.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(part)  # noqa: PTH108
             raise
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None

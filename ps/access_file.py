@@ -7,8 +7,8 @@ at that moment, and written whole. A reader looks at the file's stamp and reads 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,14 +41,17 @@ class AccessFile:
 
     def read(self) -> Book:
         """What it holds now; costs next to nothing when nothing has changed."""
+        stamp = self._look()
+        if stamp is not None and stamp != self._stamp:
+            self._book, self._stamp = _from_text(self.path), stamp
+        return self._book
+
+    def _look(self) -> tuple[int, int, int] | None:
         try:
             status = self.path.stat()
         except FileNotFoundError:
-            return self._book
-        stamp = (status.st_mtime_ns, status.st_ino, status.st_size)
-        if stamp != self._stamp:
-            self._book, self._stamp = _from_text(self.path), stamp
-        return self._book
+            return None
+        return status.st_mtime_ns, status.st_ino, status.st_size
 
     def change(self, how: Callable[[Book], tuple[Book, Answer]], *, durable: bool = True) -> Answer:
         """Make the next book of the present one; what else `how` has to say. `durable`: so that not even a power cut
@@ -57,12 +60,21 @@ class AccessFile:
             book = self.read()
             following, answer = how(book)
             if following != book:
-                write_private(self.path, _as_text(following), durable=durable)
+                write_private(self.path, _as_lines(following), durable=durable)
+                self._book, self._stamp = following, self._look()  # nobody else writes while we have the lock
             return answer
 
 
-def _as_text(book: Book) -> str:
-    return json.dumps({"version": VERSION, **asdict(book)}, indent=1) + "\n"
+def _as_lines(book: Book) -> Iterator[str]:
+    """One for each invitation and each device: a server writes this whenever one of them comes or goes."""
+    yield f'{{\n"version": {VERSION},\n"secret": {json.dumps(book.secret)},\n"listening": {json.dumps(book.listening)}'
+    tables: dict[str, Sequence[Invitation | Enrolled]] = {"invitations": book.invitations, "enrolled": book.enrolled}
+    for name, rows in tables.items():
+        yield f',\n"{name}": ['
+        for number, row in enumerate(rows):
+            yield ("," if number else "") + "\n " + json.dumps({key: getattr(row, key) for key in row.__slots__})
+        yield "]"
+    yield "\n}\n"
 
 
 def _from_text(path: Path) -> Book:

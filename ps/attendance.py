@@ -31,8 +31,9 @@ class Departure:
 class Attendance:
     def __init__(self) -> None:
         self.count = 0  # devices that are there now, of both kinds
-        self.real: set[int] = set()  # devices, by id, that are not emulated; ids are never used twice
+        self.real: set[int] = set()  # devices, by id, that are not emulated
         self.present: set[int] = set()  # those of them that are there now
+        self.forgotten = 0  # real devices that left without having returned anything, and whose number others have now
         self.departures: list[Departure] = []
         self.about: dict[str, dict[str, str]] = {}  # what they say of themselves, by name: a stranger's text
         self.away: dict[str, str] = {}  # devices that have not joined because their owner does not allow it -> why
@@ -57,7 +58,9 @@ class Attendance:
     ) -> bytes:
         """Devices want to take part. If they are real: the connection by which the same device was here before, if it
         had another one, or nothing: a phone that changes its network is back before its old connection is missed."""
+        self.forgotten += len(self.real.intersection(ids))
         if about.get("kind") == "pod":
+            self.real.difference_update(ids)
             return b""
         self.real.update(ids)
         for label in labels:

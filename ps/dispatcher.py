@@ -14,6 +14,7 @@ Always true, and checked by `check()` after every event in tests:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,7 @@ class Dispatcher(Assignments):
         self._told = np.empty(0, PROFILE)  # what devices said of themselves when they joined
         self._corrected_s = 0.0
         self._revised: dict[int, int] = {}  # devices whose profile was corrected -> when, counted
+        self._revision = 0
 
     def prepare(self, event: JobsSubmitted, now_s: float = 0.0) -> JobsSubmitted:
         """The same with its plans made, where there can be any. That takes a while; whoever has a clock does it first,
@@ -167,6 +169,7 @@ class Dispatcher(Assignments):
                 self._slowness.answered(device, ratios[-1])
             if device in self._suspects:
                 self._trust([device])  # it lives
+            self.devices[device].worked = True
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:
@@ -231,16 +234,20 @@ class Dispatcher(Assignments):
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:
         if event.first != len(self.devices):
             raise ValueError(f"device ids must be consecutive: got {event.first}, expected {len(self.devices)}")
-        for credit_blocks, memory_bytes, latency_s in event.profiles[
-            ["credit_blocks", "memory_bytes", "latency_s"]
-        ].tolist():
-            self.devices.append(Device(credit_blocks, memory_bytes, 2 * latency_s))
-        new = np.arange(event.first, len(self.devices))
-        self.profiles = np.concatenate([self.profiles, event.profiles])
-        self._told = np.concatenate([self._told, event.profiles])
-        self._waiting = np.concatenate([self._waiting, np.zeros(len(new), np.int64)])
-        self._able = np.concatenate([self._able, new])
-        self._slabs.grow(len(new))
+        if any(self.devices[device].alive or self.devices[device].worked for device in event.again):
+            raise ValueError(f"device ids {event.again} are not all free: one is there, or has returned a block")
+        devices, again = event.devices, list(event.again)
+        for device, (credit_blocks, memory_bytes, latency_s) in zip(
+            devices, event.profiles[["credit_blocks", "memory_bytes", "latency_s"]].tolist(), strict=True
+        ):
+            self.devices[device : device + 1] = [Device(credit_blocks, memory_bytes, 2 * latency_s)]
+        new, grown = event.profiles[len(again) :], len(devices) - len(again)
+        self.profiles, self._told = np.concatenate([self.profiles, new]), np.concatenate([self._told, new])
+        self.profiles[again] = self._told[again] = event.profiles[: len(again)]
+        self._waiting = np.concatenate([self._waiting, np.zeros(grown, np.int64)])
+        self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
+        self._slabs.joined(again, grown)
+        self._revise(event.again)  # plans may know somebody else by that number
         orphans, self._orphans = self._orphans, []
         for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
             if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
@@ -249,7 +256,7 @@ class Dispatcher(Assignments):
                 self._place(job_id, tile, turn, loss=loss)
                 if loss:
                     self._losses[loss] -= 1  # as an orphan it was counted too
-        turn.freed.update(dict.fromkeys(new.tolist()))
+        turn.freed.update(dict.fromkeys(devices))
 
     def _left(self, devices: list[int], turn: Turn) -> None:
         lost: list[tuple[int, int]] = []
@@ -377,12 +384,16 @@ class Dispatcher(Assignments):
         if self._now_s < self._corrected_s + CORRECTED_EVERY_S or not (changes := self._slowness.take_changes()):
             return
         self.profiles = self.profiles.copy()
-        number = 1 + max(self._revised.values(), default=0)
         for device, factor in changes.items():
             for rate in ("flops", "down_bps", "up_bps"):
                 self.profiles[rate][device] = max(1.0, self._told[rate][device] / factor)
-            self._revised[device] = number
+        self._revise(changes)
         self._corrected_s = self._now_s
+
+    def _revise(self, devices: Iterable[int]) -> None:
+        """Something else is known of them now than when plans were made."""
+        self._revision += 1
+        self._revised |= dict.fromkeys(devices, self._revision)
 
     def check(self) -> None:
         """Raise InvariantBroken if the state contradicts the promises at the top of this file. Slow: for tests."""

@@ -34,6 +34,7 @@ JOINS = (20.0, 0.1)  # at once, a second: of one key
 PROBED_BYTES = (256e6, 1e6)
 LINES = 200  # of refusals, and then no more
 IO_THREADS = 2  # one of them encrypts about 1 GB/s
+HANDSHAKE_S = 10.0  # and no longer, whatever is sent meanwhile; devices take a server for gone that is as slow as that
 AHEAD = 64  # messages of a connection that wait for us; more wait in its network
 
 PLAIN, ENCRYPTED = b"plain", b"encrypted"  # what ZeroMQ calls the endpoints when it asks
@@ -106,6 +107,7 @@ class Door:
         self._router.setsockopt(zmq.CURVE_SECRETKEY, self._access.keys.secret.encode())
         self._router.setsockopt(zmq.ZAP_DOMAIN, ENCRYPTED)
         self._router.setsockopt(zmq.RCVHWM, AHEAD)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
         self.addresses = [bind(self._router, endpoint) for endpoint in listen]
         self.unlisted_addresses = [bind(self._router, endpoint) for endpoint in unlisted]
         mine = self._mine = tuple(address.removeprefix("tcp://") for address in self.addresses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,13 @@ from ps.planner import Plan, Request
 
 @dataclass(frozen=True, slots=True)
 class DevicesJoined:
-    first: int  # ids are first, first + 1, ...; an id is never used twice
+    first: int  # ids are first, first + 1, ...; none of them was ever used
     profiles: NDArray[np.void]
+    again: Sequence[int] = ()  # but the first of them get these, of devices that have left and never returned a block
+
+    @property
+    def devices(self) -> list[int]:
+        return [*self.again, *range(self.first, self.first + len(self.profiles) - len(self.again))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,19 @@ class Device:
     free_s: float = 0.0  # when, by the model, it has done all that it was sent
     refusals: int = 0
     alive: bool = True
+    worked: bool = False  # a block that it returned has counted
 
     def gone(self) -> Device:
         """What stays of it for the results; it holds nothing, and takes next to no room: many may come and go."""
         return Device(
-            self.credit_blocks, self.memory_bytes, self.round_trip_s, _NO_QUEUE, _NO_QUEUE, set(), alive=False
+            self.credit_blocks,
+            self.memory_bytes,
+            self.round_trip_s,
+            _NO_QUEUE,
+            _NO_QUEUE,
+            set(),
+            alive=False,
+            worked=self.worked,
         )
 
     def take(self, key: tuple[int, int], size_bytes: int, seconds: float, now_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from agent.wire import Frame
 from ps.operands import Held, Parcel
+
+NO_DEVICE = 2**32 - 1  # a number that no device has
 
 
 @dataclass(slots=True)
@@ -34,9 +36,14 @@ class Peer:
     _lent: dict[tuple[int, int], list[tuple[Held, int]]] = field(default_factory=dict)  # (job, block) -> its pieces
     _borrowers: Counter[int] = field(default_factory=Counter)  # piece -> blocks that need it
 
-    def add(self, ids: range) -> None:
+    def add(self, ids: Sequence[int]) -> None:
         self.index.update(zip(ids, range(len(self.ids), len(self.ids) + len(ids)), strict=True))
         self.ids += ids
+
+    def drop(self, device: int) -> None:
+        """It left, and its number goes to somebody else: whatever this connection says of it means nobody."""
+        if (index := self.index.pop(device, None)) is not None:
+            self.ids[index] = NO_DEVICE
 
     @property
     def many(self) -> bool:
@@ -77,10 +84,9 @@ class Peer:
             self._released += held.ids
 
     def close(self) -> None:
-        """It is gone. Its devices keep their numbers for the results, and little else: many may come and go."""
+        """It is gone. What it has sent and nobody has read yet means nobody."""
         self.outbox, self.streams = _NOTHING_MORE, _NOTHING_MORE
-        self.about, self._of_job, self._kept, self._lent, self._borrowers = {}, {}, {}, {}, _NO_BORROWERS
-        self._released = []
+        self.ids, self.index = [NO_DEVICE] * len(self.ids), {}
 
     @property
     def owes_release(self) -> bool:
@@ -92,7 +98,6 @@ class Peer:
 
 
 _NOTHING_MORE: deque[Any] = deque(maxlen=0)  # whatever is put there is gone
-_NO_BORROWERS: Counter[int] = Counter()
 
 
 def printable(label: str) -> str:

@@ -55,7 +55,6 @@ from ps.events import (
     BlocksRecovered,
     CancelBlocks,
     CheckJob,
-    DevicesJoined,
     DevicesLeft,
     Event,
     Instruction,
@@ -75,14 +74,13 @@ from ps.peers import Peer, missing_ones, printable
 from ps.planner import Planner
 from ps.records import Records
 from ps.requests import Requests
+from ps.roster import Roster
 from ps.shipping import Shipping
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
-
-
 COMPLAINTS = 1000  # connections whose nonsense is mentioned, once each
 NOTHING = memoryview(bytes(MAX_PROBE_BYTES))  # what probes are answered with; the same for all
 
@@ -111,8 +109,9 @@ class Server:
         `host`, which is this machine itself, everybody may."""
         self.totals = Totals()
         self.records = Records()
-        self.labels: list[str] = []  # one a device, by id
-        self.suspended: dict[int, str] = {}  # device -> why it gets no more work
+        self.roster = Roster()
+        self.labels = self.roster.labels  # one a device, by id
+        self.suspended = self.roster.suspended  # device -> why it gets no more work
         self.notice: Callable[[str], None] = log.warning
         self.note: Callable[..., None] = lambda event, **fields: None  # an event of a real device, for the results
         self.attendance = Attendance()
@@ -123,7 +122,6 @@ class Server:
         self._dispatcher, self._verify = Dispatcher(planner or Planner(), verify), verify
         self._jobs: dict[int, Live] = {}
         self._peers: dict[bytes, Peer] = {}
-        self._peer_of: list[Peer] = []  # by device id
         self._requests = Requests()
         self._answered: list[tuple[Peer, Result]] = []  # this turn's answers
         self._next_job = 0
@@ -137,7 +135,7 @@ class Server:
         self.public_addresses = self._door.addresses if self._door else []  # where devices elsewhere may join
         self.unlisted_addresses = self._door.unlisted_addresses if self._door else []  # and where they are not told to
         self.public_key = self._door.public_key if self._door else ""
-        self._shipping = Shipping(self._router, self._peers, self._peer_of, self._jobs, self.totals)
+        self._shipping = Shipping(self._router, self._peers, self.roster.peer_of, self._jobs, self.totals)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 
     # ---- for other threads
@@ -354,25 +352,22 @@ class Server:
         if key and not self._may_join(identity, key, message):
             return
         peer = self._peers.setdefault(identity, Peer(identity, message.about, key))
-        first = len(self._peer_of)
-        new = range(first, first + len(message.profiles))
-        peer.add(new)
-        self._peer_of += [peer] * len(new)
         labels = [printable(label) for label in message.labels]
-        self.labels += labels
+        joined = self.roster.enter(peer, labels, message.profiles)
+        new = joined.devices
         before = self.attendance.joined(new, labels, message.about, identity, self._now_s())
         if before in self._peers:
             self._lose(self._peers[before], "it has joined again from elsewhere")
-        if first in self.attendance.real:
-            self.note("real", name=labels[0], device=first, kernel=printable(message.about.get("kernel", "")))
+        if new[0] in self.attendance.real:
+            self.note("real", name=labels[0], device=new[0], kernel=printable(message.about.get("kernel", "")))
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
-        self._handle(DevicesJoined(first, message.profiles))
+        self._handle(joined)
         self.attendance.arrived(new)
 
     def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
         assert self._door is not None, "only a door has keys"
-        there = self._peers[identity].ids if identity in self._peers else []
+        there = self._peers[identity].index if identity in self._peers else ()
         guest = self._door.admit(key, message, sum(self._dispatcher.devices[device].alive for device in there))
         if isinstance(guest, Refusal):
             self._shipping.reply(identity, Refused(guest.reason, final=guest not in PASSING))
@@ -385,7 +380,7 @@ class Server:
     def _leave(self, peer: Peer, message: Leave) -> None:
         if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
-        leaving = sorted({peer.ids[index] for index in message.devices.tolist()})
+        leaving = sorted(peer.index.keys() & {peer.ids[index] for index in message.devices.tolist()})
         leaving = [d for d in leaving if self._dispatcher.devices[d].alive]
         reason, until_s = printable(message.reason), message.until_s
         for device in leaving:
@@ -404,10 +399,10 @@ class Server:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
-        peer.close()
+        gone = [d for d in peer.index if self._dispatcher.devices[d].alive]
+        self.roster.closed(peer)
         if self._door is not None:
             self._door.left([peer.key])
-        gone = [d for d in peer.ids if self._dispatcher.devices[d].alive]
         if not gone:
             return  # all had left before
         self.totals.lost_devices += len(gone)
@@ -416,8 +411,12 @@ class Server:
         self._forget(gone)
 
     def _forget(self, devices: list[int]) -> None:
-        self.attendance.gone(devices)
+        self._gone(devices)
         self._handle(DevicesLeft(devices))
+
+    def _gone(self, devices: list[int]) -> None:
+        self.attendance.gone(devices)
+        self.roster.left_idle(device for device in devices if not self._dispatcher.devices[device].worked)
 
     def _begin(self, products: Sequence[Product]) -> None:
         numbered = dict(enumerate(products, self._next_job))
@@ -495,7 +494,7 @@ class Server:
                 case SuspendDevice(device=device, reason=reason):
                     self.notice(f"suspended {self.labels[device]}: {reason}")
                     self.suspended[device] = reason
-                    self.attendance.gone([device])
+                    self._gone([device])
                 case CheckJob(job=job):
                     complete.append(job)
                 case BlocksLost(loss=loss, devices=devices, blocks=blocks):

@@ -41,7 +41,7 @@ class Shipping:
             live.holders.add(peer.identity)
             self._totals.operand_bytes += live.job.down_bytes[block]
             if live.job.chunk[block] < live.job.shape.inner:
-                peer.streams.append(self._stream(peer, live, job, block, device, stamp_ns))
+                peer.streams.append(self._stream(peer, live, job, block, peer.index[device], stamp_ns))
                 continue
             group = groups.setdefault((peer.identity, job, live.job.kept[block]), ([], []))
             group[0].append(device)
@@ -71,10 +71,12 @@ class Shipping:
         told: dict[bytes, list[tuple[int, int, int]]] = {}
         for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
             peer = self._peer_of[device]
+            if peer.identity not in self._peers:
+                continue  # lost a moment ago
             peer.answered(job, block)
             told.setdefault(peer.identity, []).append((peer.index[device], job, block))
-        present = [(self._peers[identity], rows) for identity, rows in told.items() if identity in self._peers]
-        return [peer for peer, rows in present if not self.send(peer, Cancel(np.array(rows, REFERENCE)))]
+        telling = [(self._peers[identity], Cancel(np.array(rows, REFERENCE))) for identity, rows in told.items()]
+        return [peer for peer, message in telling if not self.send(peer, message)]
 
     def _parcels(
         self, peer: Peer, job: int, kept: int, devices: list[int], blocks: list[int], stamp_ns: int
@@ -101,14 +103,10 @@ class Shipping:
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel, stamp_ns)
 
-    def _stream(
-        self, peer: Peer, live: Live, job: int, block: int, device: int, stamp_ns: int
-    ) -> Iterator[list[Frame]]:
-        """Messages that bring one block in chunks, each packed when its turn has come."""
+    def _stream(self, peer: Peer, live: Live, job: int, block: int, index: int, stamp_ns: int) -> Iterator[list[Frame]]:
+        """Messages that bring one block in chunks to that device of the connection, each packed when its turn comes."""
         factors, record = (live.product.left, live.product.right), live.job
-        source = streamed(
-            job, factors, record.tiles[block], block, peer.index[device], record.chunk[block], peer.piece_ids
-        )
+        source = streamed(job, factors, record.tiles[block], block, index, record.chunk[block], peer.piece_ids)
         for parcel in source:
             yield self._pack(peer, live, parcel, stamp_ns)
 

@@ -37,11 +37,12 @@ class KeptSlabs:
     def __iter__(self) -> Iterator[Slabs]:
         return iter(self.of.values())
 
-    def grow(self, devices: int) -> None:
-        """So many devices have joined."""
-        nothing = np.zeros((devices, RANGES), np.int64)
+    def joined(self, again: list[int], new: int) -> None:
+        """Devices that keep nothing: some with numbers that others had, and so many more."""
+        nothing = np.zeros((new, RANGES), np.int64)
         for slabs in self.of.values():
             slabs.low, slabs.high = np.concatenate([slabs.low, nothing]), np.concatenate([slabs.high, nothing])
+            slabs.low[again] = slabs.high[again] = 0
 
     def forget(self, operand: int, records: list[Device]) -> None:
         slabs = self.of.pop(operand, None)

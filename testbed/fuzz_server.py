@@ -3,6 +3,7 @@ comes out must be right. Says where it is and, when its standard input ends, how
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import sys
@@ -11,7 +12,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import numpy.ma  # np.unique loads it at its first use, whenever that is: 1.5 MiB that are no growth
 
+from emulator.pod import die_with_parent
 from ps.access_file import AccessFile
 from ps.jobs import Product
 from ps.operands import Operand
@@ -22,6 +25,8 @@ PATIENCE_S = 60.0
 
 
 def main() -> int:
+    die_with_parent()
+    faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     access = AccessFile(Path(sys.argv[1]))
     said: Counter[str] = Counter()
@@ -51,6 +56,12 @@ def main() -> int:
         "said": dict(said.most_common(12)),
         "longest_turn_s": server.totals.longest_turn_s,
         "enrolled": len(access.read().enrolled),
+        "kept": {
+            "joined": server.roster.joined,
+            "numbers": len(server.labels),
+            "worked": len(set(server.records.columns().get("device", np.empty(0)).tolist())),
+            "losses": len(server.records.losses),
+        },
     }
     print(json.dumps(outcome))
     return 0

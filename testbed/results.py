@@ -60,7 +60,7 @@ class Summary:
     bytes_up: int
     socket_bytes_down: int  # what went through this host's sockets: a slab once a connection
     lost_devices: int
-    real_devices: dict[str, int]  # not emulated, whoever joined: name -> blocks returned
+    real_devices: dict[str, int]  # not emulated, whoever joined: name -> blocks returned; see ps/roster.py
     basis: dict[str, int]  # where the figures of the emulated devices come from
     links: str  # modelled, or by the kernel, and what of them is not
     training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
@@ -73,6 +73,7 @@ class Summary:
     verification: dict[str, float] = field(default_factory=dict)
     late_blocks_helped: int = 0  # overdue, and cut over others as well
     suspended: dict[str, str] = field(default_factory=dict)  # device -> why
+    real_devices_forgotten: int = 0  # how many more there were, which have left and returned nothing
     departures: list[dict[str, Any]] = field(default_factory=list)  # real devices that left, why, and for how long
     device_files: list[str] = field(default_factory=list)  # of real devices: kinds for other scenarios
     audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against asked for
@@ -209,8 +210,11 @@ def print_summary(console: Console, s: Summary) -> None:
     if s.clock["kind"] != "virtual":
         rows.append(("joined", f"all in {format_duration(s.joined_s)}"))
         rows.append(("memory", f"{format_size(s.memory_bytes)}, server and {s.pods} pods"))
-    if s.real_devices:
-        rows.append(("real devices", ", ".join(f"{name} ({n} blocks)" for name, n in s.real_devices.items())))
+    real = [f"{name} ({n} blocks)" for name, n in s.real_devices.items()]
+    if s.real_devices_forgotten:
+        real.append(f"{s.real_devices_forgotten:,} more that left without having returned a block")
+    if real:
+        rows.append(("real devices", ", ".join(real)))
     if s.device_files:
         rows.append(("", f"measured, to be emulated: devices/{', '.join(s.device_files)}"))
     if s.departures:

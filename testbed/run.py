@@ -176,6 +176,7 @@ def _summary(
         socket_bytes_down=totals.sent_bytes,
         lost_devices=totals.lost_devices,
         real_devices=real,
+        real_devices_forgotten=server.attendance.forgotten,
         departures=departures(server.attendance),
         basis=dict(place.fleet.basis),
         links=host.links,

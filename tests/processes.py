@@ -8,8 +8,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+import zmq
 from numpy.typing import NDArray
 
+from agent.profile import Profile, pack_profiles
+from agent.wire import Join, Message, Welcome, Work, decode, encode
 from ps.jobs import Product
 from ps.operands import Operand
 from ps.planner import Plan
@@ -83,3 +86,34 @@ def pod(start: Start, server: Server, devices: int, links: str = "off") -> Progr
     program = start("emulator.pod", "--ps", server.address, "--links", links, stdin=json.dumps(fleet))
     assert server.wait_for_devices(there + devices, LIMIT_S)
     return program
+
+
+class Stranger:
+    """A bare socket at the server's door, with which a test says what no agent would."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.connect(address)
+
+    def send(self, message: Message) -> None:
+        self.socket.send_multipart([bytes(frame) for frame in encode(message)])
+
+    def join(self, credit: int = 1000) -> None:
+        """As a device, and a fast one."""
+        profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, credit)
+        self.send(Join(pack_profiles([profile]), ["stranger"], {}))
+        assert isinstance(self.receive(), Welcome)
+
+    def receive(self, limit_s: float = LIMIT_S) -> Message:
+        assert self.socket.poll(int(1000 * limit_s)), "the server does not answer"
+        return decode(self.socket.recv_multipart())
+
+    def receive_work(self) -> Work:
+        while True:
+            message = self.receive()
+            if isinstance(message, Work) and len(message.blocks):
+                return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

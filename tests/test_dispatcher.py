@@ -102,6 +102,11 @@ class Charges:
                 assert explained[0] == (), f"block {block} of job {job_id} is streamed and brings everything"
             self.saved += len(explained[0])
 
+    def forget(self, device: int) -> None:
+        """Somebody else has its number, and nothing of what it was sent."""
+        for source in [source for source in self.paid if source[0] == device]:
+            del self.paid[source]
+
     def _sources(self, job_id: int, job: Job, block: int, side: int) -> list[tuple[Any, ...]]:
         device, operand = job.device[block], job.operands[side]
         own = (device, "job", job_id, side)
@@ -131,10 +136,13 @@ def _outer(job: Job, block: int, side: int) -> int:
 class World:
     """Devices and jobs around a dispatcher, with books of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, reuse: bool = False) -> None:
+        """`reuse`: who joins gets the numbers of those who left without having returned anything."""
         self.dispatcher = Dispatcher(Planner())
+        self.reuse, self.reused = reuse, 0
         self.profiles: list[Profile] = []
         self.alive: set[int] = set()
+        self.worked: set[int] = set()
         self.suspended: set[int] = set()
         self.shapes: dict[int, Shape] = {}  # jobs under way
         self.urgent: dict[int, bool] = {}
@@ -178,9 +186,14 @@ class World:
 
     def join(self, *profiles: Profile) -> list[Instruction]:
         first = len(self.profiles)
-        self.profiles += profiles
-        self.alive |= set(range(first, len(self.profiles)))
-        return self.handle(DevicesJoined(first, pack_profiles(profiles)))
+        free = sorted(set(range(first)) - self.alive - self.worked) if self.reuse else []
+        joined = DevicesJoined(first, pack_profiles(profiles), free[: len(profiles)])
+        for device, profile in zip(joined.devices, profiles, strict=True):
+            self.profiles[device : device + 1] = [profile]
+            self.charges.forget(device)
+        self.alive |= set(joined.devices)
+        self.reused += len(joined.again)
+        return self.handle(joined)
 
     def leave(self, *devices: int) -> list[Instruction]:
         return self.handle(DevicesLeft(list(devices)))
@@ -230,6 +243,7 @@ class World:
                     device, job, block = event.devices[position], event.jobs[position], event.blocks[position]
                     b, bs, r, rs, c, cs = self.flying[device].pop((job, block))  # it was sent and not yet answered
                     self.accepted[job][b : b + bs, r : r + rs, c : c + cs] += 1
+                    self.worked.add(device)
                     assert self.accepted[job].max() == 1, f"a cell of job {job} was accepted twice"
                     self.past.append((device, job, block))
             case SendBlocks():
@@ -392,9 +406,9 @@ def life(seed: int) -> World:
     return live(seed)
 
 
-def live(seed: int, events: int = 80) -> World:
+def live(seed: int, events: int = 80, reuse: bool = False) -> World:
     """A life of so many events, after which all jobs are brought to their end."""
-    rng, world = random.Random(seed), World()
+    rng, world = random.Random(seed), World(reuse)
     weights: list[Weight] = []
     failures = rng.choice([0, 1, 6])
     if rng.random() < 0.7:
@@ -424,6 +438,24 @@ def test_every_cell_is_accepted_once_and_every_job_ends_whatever_devices_do(seed
     world = life(seed)
     assert len(world.finished) == len(set(world.finished)) == len(world.accepted)
     assert all((cells == 1).all() for cells in world.accepted.values())
+
+
+@cache
+def life_with_few_numbers(seed: int) -> World:
+    return live(seed, reuse=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_number_that_somebody_had_before_is_as_good_as_a_new_one(seed: int) -> None:
+    world = life_with_few_numbers(seed)
+    assert len(world.finished) == len(set(world.finished)) == len(world.accepted)
+    assert all((cells == 1).all() for cells in world.accepted.values())
+
+
+def test_many_numbers_are_used_again() -> None:
+    worlds = [life_with_few_numbers(seed) for seed in SEEDS]
+    assert sum(world.reused for world in worlds) > 40
+    assert sum(len(world.worked) for world in worlds) > 100
 
 
 def test_the_simulation_goes_everywhere() -> None:
@@ -758,6 +790,32 @@ def test_an_id_cannot_be_used_twice() -> None:
     world = busy_world()
     with pytest.raises(ValueError, match="got 3, expected 4"):
         world.dispatcher.handle(DevicesJoined(3, pack_profiles([COMMON])))
+
+
+def test_the_number_of_a_device_that_is_there_or_has_worked_is_not_free() -> None:
+    world = World()
+    world.join(COMMON, COMMON)
+    world.submit(Shape(1, 4, 4, 4), given=plan_of([(0, 1, 0, 4, 0, 4)], [1]))
+    world.answer((1, 0, 0))
+    world.leave(1)
+    for taken in (0, 1):
+        with pytest.raises(ValueError, match="one is there, or has returned a block"):
+            world.dispatcher.handle(DevicesJoined(2, pack_profiles([COMMON]), [taken]))
+
+
+def test_a_plan_that_was_made_for_somebody_else_with_that_number_is_not_used() -> None:
+    """The next one to have it may have little memory: a plan for the first would give it what it cannot hold."""
+    dispatcher, shape = Dispatcher(Planner()), Shape(1, 64, 16, 64)
+    dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
+    plan = Submission(0, Request(shape), urgent=True)
+    sent = [i for i in dispatcher.handle(JobsSubmitted([plan])) if isinstance(i, SendBlocks)]
+    assert {device for i in sent for device in i.devices} == {0, 1}
+    for memory_bytes in (8 * one_cell_bytes(shape), 1):
+        dispatcher.handle(DevicesLeft([1]))
+        dispatcher.handle(DevicesJoined(2, pack_profiles([replace(COMMON, memory_bytes=memory_bytes)]), [1]))
+        dispatcher.handle(JobsSubmitted([replace(plan, job=plan.job + memory_bytes)]))
+        dispatcher.check()
+        assert dispatcher.devices[1].in_flight_bytes <= memory_bytes
 
 
 def test_a_given_plan_is_used_as_it_is() -> None:

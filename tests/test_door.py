@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -435,6 +436,36 @@ def test_nobody_answers_for_another_under_its_connections_name(guarded: Guarded,
     assert "join first" in answer.reason
     assert not product.done.is_set()
     until(lambda: guarded.server.devices == 0, "the phone is missed")
+
+
+def cut_off(line: socket.socket, limit_s: float) -> bool:
+    """Is the connection closed within that time, although there is always more to come?"""
+    deadline = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < deadline:
+            line.sendall(bytes(1000))
+            if select.select([line], [], [], 0.01)[0] and not line.recv(4096):
+                return True
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_who_does_not_pass_the_handshake_in_time_is_cut_off_however_much_it_sends(
+    nothing_left_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps.door.HANDSHAKE_S", 0.5)
+    guarded = Guarded(tmp_path)
+    host, _, port = guarded.endpoint.removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    try:
+        for announced in (1 << 30, 1 << 40):
+            with socket.create_connection((host, int(port))) as line:
+                line.sendall(greeting + b"\x06" + announced.to_bytes(8, "big"))
+                assert cut_off(line, limit_s=15.0)  # ZeroMQ's own limit would be half a minute
+    finally:
+        guarded.server.stop()
+    assert guarded.server.error is None
 
 
 def test_nobody_listens_off_loopback_in_the_clear() -> None:

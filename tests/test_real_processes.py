@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from processes import FAST, LIMIT_S, Multiplication, agents, free_port, grid, pod
+from processes import FAST, LIMIT_S, Multiplication, Stranger, agents, free_port, grid, pod
 
 from agent.profile import Profile, pack_profiles
 from agent.wire import (
@@ -36,8 +36,6 @@ from agent.wire import (
     Refused,
     Result,
     Welcome,
-    Work,
-    decode,
     encode,
 )
 from ps.listening import AddressError
@@ -45,37 +43,6 @@ from ps.server import Server
 
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
-
-
-class Stranger:
-    """A bare socket at the server's door, with which a test says what no agent would."""
-
-    def __init__(self, address: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.connect(address)
-
-    def send(self, message: Message) -> None:
-        self.socket.send_multipart([bytes(frame) for frame in encode(message)])
-
-    def join(self, credit: int = 1000) -> None:
-        """As a device, and a fast one."""
-        profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, credit)
-        self.send(Join(pack_profiles([profile]), ["stranger"], {}))
-        assert isinstance(self.receive(), Welcome)
-
-    def receive(self, limit_s: float = LIMIT_S) -> Message:
-        assert self.socket.poll(int(1000 * limit_s)), "the server does not answer"
-        return decode(self.socket.recv_multipart())
-
-    def receive_work(self) -> Work:
-        while True:
-            message = self.receive()
-            if isinstance(message, Work) and len(message.blocks):
-                return message
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 @pytest.fixture

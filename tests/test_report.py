@@ -359,6 +359,15 @@ def test_an_element_escapes_its_text_and_its_attributes() -> None:
 # ---- the summary for people
 
 
+def summary_of(folder: Path) -> str:
+    values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    values["fidelity"] = asdict(judge(np.zeros(1), np.ones(1), np.full(1, 1.01)))
+    console = Console(width=200)
+    with console.capture() as captured:
+        print_summary(console, Summary(**values))
+    return captured.get()
+
+
 @pytest.mark.parametrize(
     ("predicted_s", "told"),
     [(0.32, "predicted 0.32 (achieved +25%)"), (0.5, "predicted 0.50 (achieved -20%)"), (None, None)],
@@ -367,11 +376,11 @@ def test_the_summary_says_how_the_step_compares_with_its_prediction(
     tmp_path: Path, predicted_s: float | None, told: str | None
 ) -> None:
     make_run(tmp_path, make_blocks(10, 2), names(2), predicted_step_s=predicted_s)
-    values = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
-    values["fidelity"] = asdict(judge(np.zeros(1), np.ones(1), np.full(1, 1.01)))
-    console = Console(width=110)
-    with console.capture() as captured:
-        print_summary(console, Summary(**values))
-    text = captured.get()
+    text = summary_of(tmp_path)
     assert "p50 0.40" in text
     assert (told in text) if told else ("predicted" not in text)
+
+
+def test_real_devices_of_which_no_name_is_kept_are_counted(tmp_path: Path) -> None:
+    make_run(tmp_path, make_blocks(10, 2), names(2), real_devices={"phone": 7}, real_devices_forgotten=1234)
+    assert "phone (7 blocks), 1,234 more that left without having returned a block" in summary_of(tmp_path)
