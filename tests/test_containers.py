@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,18 @@ from agent.errors import UserError
 from agent.keys import Curve, Keys
 from agent.profile import Profile, pack_profiles
 from emulator.allotments import LEAST_US, MESSAGES_SHARE, OWN_BYTES, allotment
-from emulator.containers import IMAGE, RUN_LABEL, Engine, NoEngine, Spec
+from emulator.containers import IMAGE, RUN_LABEL, Engine, EngineError, NoEngine, Spec
 from emulator.fleet import Fleet
 from emulator.netlink import in_namespace
+from emulator.shaping import probe
+from emulator.subnets import free_subnets, split
 from emulator.throttle import container_group, thread_of
 from ps.access_file import AccessFile
 from ps.server import Server
 from testbed import container_pods
 from testbed.container_pods import ContainerPods
 from testbed.ground import Ground
+from testbed.kernel_links import End, KernelLinks
 from testbed.scenario import Launch
 
 if TYPE_CHECKING:
@@ -163,6 +167,7 @@ def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothin
     assert told["loss_max_abs_diff"] < 1e-4
     assert told["flops_done"] == told["flops_reference"]
     assert told["pods"] == told["devices"] == 6
+    assert ("held in user space (no netem there)" in told["links"]) == (not probe().netem)
     assert "shaped by the kernel" in told["links"]
     done_to = {fault["do"]: fault["done"] for fault in told["audit"]["faults"]["list"]}
     assert done_to == dict.fromkeys(("stop", "continue", "disconnect", "reconnect", "kill", "exhaust"), 1)
@@ -375,6 +380,76 @@ def test_a_range_that_is_too_small_or_taken_is_refused_and_nothing_is_left(at: T
             assert len({bridge.subnet for bridge in second.bridges}) == 3
             assert len(ours(at)) == 4
     assert not ours(at)
+
+
+def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
+    """Filled with other interfaces until the kernel takes no more."""
+    ip, most = [*at.inside, "ip"], 1100
+    ports = "".join(f"link add full{number} group 77 master BRIDGE type veth\n" for number in range(most))
+    try:
+        with Ground(Launch(kind="docker"), 2) as ground:
+            bridge, image = ground.bridges[0], ground.image
+            batch = ports.replace("BRIDGE", f"br-{bridge.id[:12]}")
+            refused = subprocess.run([*ip, "-batch", "-"], input=batch, capture_output=True, text=True, check=False)
+            assert "Exchange full" in refused.stderr
+            says = r"^a bridge is full \(.*\): take fewer containers, set fleet.pods$"
+            with pytest.raises(EngineError, match=says) as said:
+                ground.engine.start(Spec("cleave-full", ["emulator.pod", "--help"], bridge.id), image)
+            assert "\n" not in str(said.value)
+    finally:
+        subprocess.run([*ip, "link", "del", "group", "77"], check=True)
+    assert not ours(at)
+
+
+def test_addresses_that_the_engine_s_machine_uses_are_left_alone_and_others_taken(at: TestEngine) -> None:
+    """A range that cannot be seen from here, as on another machine: the kernel refuses it. And one that is too small
+    for all pods together: each gets its own."""
+    with Ground(Launch(kind="docker"), 2) as ground, idle(ground, 2) as ends:
+        first, second, third, *_ = free_subnets(ground.engine.used_ranges())
+        theirs = str(split(first, 2)[1])
+        subprocess.run([*at.inside, "ip", "route", "add", "blackhole", theirs], check=True)
+        try:
+            told = KernelLinks(ground).shape(uniform(6), ends)
+        finally:
+            subprocess.run([*at.inside, "ip", "route", "del", "blackhole", theirs], check=True)
+        ranges = split(second, 2)
+        assert [IPv4Address(pod["addresses"][0]) in ranges[i] for i, pod in enumerate(told)] == [True, True]
+        routes = subprocess.run([*at.inside, "ip", "route"], capture_output=True, text=True, check=True).stdout
+        assert str(ranges[0]) in routes
+        assert str(split(first, 2)[0]) not in routes  # what had been done behind the first range is undone
+        assert third
+    assert not ours(at)
+
+
+def test_more_devices_than_a_kernel_has_classes_is_said_and_nothing_is_left(at: TestEngine) -> None:
+    with Ground(Launch(kind="docker"), 1) as ground, idle(ground, 1) as ends:
+        says = r"has room for 65,533 devices, 65,534 are asked for; take more pods \(fleet.pods\), or use links.kind"
+        with pytest.raises(UserError, match=says):
+            KernelLinks(ground).shape(uniform(65_534), ends)
+    assert not ours(at)
+
+
+def uniform(devices: int) -> Fleet:
+    profiles = pack_profiles([Profile(4e9, 1e-4, 1e7, 1e6, 0.0, 1 << 26, 2)]).repeat(devices)
+    return Fleet(profiles, ["test"] * devices, ["none"] * devices, {"estimate": devices})
+
+
+@contextmanager
+def idle(ground: Ground, count: int) -> Iterator[list[End]]:
+    """Containers on the bridge, until they hear that it is enough."""
+    wait = ["timeit", "-n", "1", "-r", "1", "input()"]
+    streams, ends = [], []
+    try:
+        for number in range(count):
+            spec = Spec(f"cleave-{ground.engine.run}-{number}", wait, ground.bridges[0].id)
+            container, stream = ground.engine.start(spec, ground.image)
+            streams.append(stream)
+            pod = container_pods.PodContainer(ground.engine, container, stream, ground.bridges[0])
+            ends.append(End(pod.engine_pid, pod.address))
+        yield ends
+    finally:
+        for stream in streams:
+            stream.close()
 
 
 def test_a_server_that_containers_do_not_reach_is_said_before_they_are_started(at: TestEngine) -> None:
