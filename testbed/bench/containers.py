@@ -17,6 +17,7 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
+from agent.errors import Failure, UserError
 from agent.keys import Curve, Keys
 from agent.profile import Profile, pack_profiles
 from emulator.fleet import Fleet
@@ -110,4 +111,7 @@ def _three(figures: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (UserError, Failure) as error:
+        sys.exit(f"{error}")
