@@ -19,7 +19,7 @@ import zmq
 from agent.keys import Curve, Keys
 
 REACH_S = 5.0
-SIDE, REPEATS = 1536, 5  # a third of a second
+SIDE, REPEATS = 2000, 3  # half a second
 
 
 def main() -> int:
@@ -40,8 +40,8 @@ def main() -> int:
 
 
 def core_flops(clock: Callable[[], float] = time.thread_time) -> float:
-    """Of one thread, with a large product, per second of the processor's time: that is what a quota counts, and it is
-    the same on a busy machine. The median: what this core does at present, not what it can do at best."""
+    """Of one thread, with a product so large that a larger one is no faster, per second of the processor's time: that
+    is what a quota counts, and it is the same on a busy machine. The median: what this core does at present."""
     import numpy as np  # not needed to say that nothing can be reached
 
     from agent.kernels import NumpyKernel
