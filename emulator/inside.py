@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import zmq
 from agent.keys import Curve, Keys
 
 REACH_S = 5.0
-SIDE, REPEATS = 2000, 3  # half a second
+SIDE, REPEATS = 2000, 5  # less than a second
 
 
 def main() -> int:
@@ -41,7 +40,7 @@ def main() -> int:
 
 def core_flops(clock: Callable[[], float] = time.thread_time) -> float:
     """Of one thread, with a product so large that a larger one is no faster, per second of the processor's time: that
-    is what a quota counts, and it is the same on a busy machine. The median: what this core does at present."""
+    is what a quota counts. The best of some: beside other programs a product takes up to 10% more, never less."""
     import numpy as np  # not needed to say that nothing can be reached
 
     from agent.kernels import NumpyKernel
@@ -52,7 +51,7 @@ def core_flops(clock: Callable[[], float] = time.thread_time) -> float:
         begun_s = clock()
         kernel.product(left, right.T)
         times.append(clock() - begun_s)
-    return 2 * SIDE**3 / max(statistics.median(times), 1e-9)
+    return 2 * SIDE**3 / max(min(times), 1e-9)
 
 
 def shake_hands(endpoint: str, curve: Curve) -> None:
