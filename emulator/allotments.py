@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROOM = 0.05  # faster than the model, where the pod waits until answers are due: speeds of a core differ by so much
+ROOM = 0.05  # more, where the pod waits until answers are due: products of a thousand rows are slower by so much
 MESSAGES_SHARE = 1.0  # of a core: ZeroMQ receives, decrypts and sends on one thread
 OWN_SHARE = 0.1  # the same within a quota of both
 OWN_BYTES = 96 << 20  # of Python, NumPy and ZeroMQ: 45 MB, and what messages on their way take beside the operands
