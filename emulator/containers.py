@@ -21,6 +21,7 @@ from typing import Any
 
 from agent.errors import Failure, UserError
 from emulator.subnets import free_subnets, host_routes
+from emulator.throttle import GROUPS
 
 IMAGE = "cleave-device"
 RUN_LABEL, OWNER_LABEL, SOURCES_LABEL = "cleave.run", "cleave.owner", "cleave.sources"
@@ -58,6 +59,7 @@ class Spec:
     period_us: int = 0
     memory_bytes: int = 0  # 0: no limit
     shapes_links: bool = False  # may change interfaces, and sees all of the host's processes
+    sets_quotas: bool = False  # may change control groups, and sees all of the host's processes
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -165,10 +167,12 @@ class Engine:
         from docker.types import LogConfig
 
         with self._explained(f"make the container {spec.name}"):
-            api = self.client.api
+            api, looks_out = self.client.api, spec.shapes_links or spec.sets_quotas
             limits = api.create_host_config(
                 network_mode=spec.network,
-                pid_mode="host" if spec.shapes_links else None,
+                pid_mode="host" if looks_out else None,
+                cgroupns="host" if spec.sets_quotas else None,
+                binds=[f"/sys/fs/cgroup:{GROUPS}"] if spec.sets_quotas else None,
                 log_config=LogConfig(type="json-file", config={"max-size": "1m", "max-file": "1"}),
                 cpu_quota=spec.quota_us or None,
                 cpu_period=spec.period_us or None,
@@ -189,7 +193,7 @@ class Engine:
                     labels=self._labels | dict(spec.labels),
                     stdin_open=True,
                     host_config=limits,
-                    user="0:0" if spec.shapes_links else None,
+                    user="0:0" if looks_out else None,
                 )
                 return self.client.containers.get(made["Id"])
             except docker.errors.ImageNotFound:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from agent.clock import Clock, ScaledClock
 from agent.connection import SILENT_AFTER, Connection
-from agent.kernels import Array, NumpyKernel
+from agent.kernels import Array, Kernel, NumpyKernel
 from agent.keys import Curve, Keys
 from agent.operands import BlockRow, Operands
 from agent.profile import PROFILE
@@ -44,6 +44,7 @@ from emulator.device import Devices
 from emulator.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, exhaust, report
 from emulator.link import links_from_json
 from emulator.performance import Models
+from emulator.throttle import Apart
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ class Pod:
         tell: Callable[[str], None] = print,
         addresses: Mapping[str, str] | None = None,
         curve: Curve | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
-        """`devices`: how long they take; not `modelled`: they take no time. `absent` devices are not there at first;
+        """`devices`: how long they take; not `modelled`: as long as it takes. `absent` devices are not there at first;
         an order may make them join. `addresses`: of devices that have connections of their own, by label. `curve`: keys
         of encrypted connections."""
         self._curve = curve
@@ -83,7 +85,7 @@ class Pod:
         self._orders = orders
         self._tell = tell
         self._operands = Operands()
-        self._kernel = NumpyKernel()
+        self._kernel = kernel or NumpyKernel()
         self._to_compute: list[tuple[int, int, BlockRow, float]] = []  # heap by due time
         self._to_send: list[tuple[int, int, Answer, Array]] = []  # heap by due time
         self._held_up: set[int] = set()  # of those, which have waited for downloads, by sequence
@@ -369,10 +371,13 @@ class Pod:
             if not self._roster.answering[row[0]]:
                 self._operands.skip(row)
                 continue
+            begun_ns = self._clock.now_ns()
             try:
                 product = self._operands.product(row, self._kernel)
             except KeyError:
                 continue  # dropped while it waited: somebody else has answered
+            if not self._modelled:
+                compute_s = (self._clock.now_ns() - begun_ns) / 1e9
             if row[13] > 1:
                 compute_s += self._spent.pop(row[:3], 0.0)
             if product is None:  # more chunks of this block are to come
@@ -430,7 +435,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
     )
     parser.add_argument("--clock-offset-ns", type=int, default=0, help="of the server's clock, on another machine")
+    parser.add_argument("--bare", action="store_true", help="no answer waits until it is due by the model")
+    parser.add_argument("--apart", action="store_true", help="compute in a thread that can be throttled by itself")
     options = parser.parse_args(arguments)
+    kernel = Apart(NumpyKernel()) if options.apart else NumpyKernel()  # now: somebody may wait for that thread
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
     gc.disable()  # the loop makes no cycles, and a collection would make answers late
@@ -449,7 +457,8 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         devices = Devices(profiles, links, models)
     clock = ScaledClock(options.scale, options.clock_offset_ns)
-    pod = Pod(profiles, labels, devices, options.links != "off", clock, orders, absent, tell, addresses, curve)
+    modelled = options.links != "off" and not options.bare
+    pod = Pod(profiles, labels, devices, modelled, clock, orders, absent, tell, addresses, curve, kernel)
 
     def stop(number: int, frame: FrameType | None) -> None:
         pod.stopping = True

@@ -3,8 +3,9 @@
     python -m emulator.shaping probe|apply|change|clear|dry-run
 
 `apply`, `change`, `clear` and `dry-run` read {"pods": [...]} from standard input, one `PodLinks` each, and all but
-`dry-run` answer with a line of JSON. An error is one line on standard error and exit code 2. The testbed runs this in a
-container that has the host's network and processes: a pod is found by the id of a process in it.
+`dry-run` answer with a line of JSON. An error is one line on standard error and exit code 2, or 3 if addresses are in
+use. The testbed runs this in a container that has the host's network and processes: a pod is found by the id of a
+process in it.
 
 What fails undoes what it has done. What was set is read back and compared: rates are whole bytes a second, times are
 multiples of 64 ns, losses of 2^-32; the kernel rounds nothing beyond that.
@@ -27,7 +28,7 @@ from typing import Any
 from agent.errors import UserError
 from emulator import netlink, traffic
 from emulator.netlink import Interface, Netlink, NetlinkError
-from emulator.shaping_plan import MODEL_INSTEAD, Leaf, Plan, PodLinks, Side, commands, make_plan, settings
+from emulator.shaping_plan import MODEL_INSTEAD, PREFIX_TAKEN, Leaf, Plan, PodLinks, Side, commands, make_plan, settings
 
 UNLIMITED_SEGMENTS = 65_535
 DEFAULTS = {"net/ipv4/tcp_limit_output_bytes": 4 << 20, "net/ipv4/tcp_rto_min_us": 200_000}  # Linux's own
@@ -407,7 +408,7 @@ def main(arguments: list[str] | None = None) -> int:
                 told = asdict(do[options.do](pods))
     except UserError as error:
         print(f"shaping: {error}", file=sys.stderr)
-        return 2
+        return PREFIX_TAKEN if isinstance(error, PrefixTaken) else 2
     print(json.dumps(told))
     return 0
 

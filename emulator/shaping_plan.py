@@ -41,6 +41,7 @@ BURST_S = 0.002  # a class may make up for a timer that was late by so much
 LEAST_BPS, MOST_BPS = 1_000.0, 32e9  # htb counts bytes a second in 32 bits, and forgets a debt of more than a minute
 LUMP_S = 0.002  # what may pass at once on the slowest link
 MOST_SEGMENTS = 44  # of 1,500 bytes in the 64 KiB of one lump
+PREFIX_TAKEN = 3  # exit code of `emulator.shaping`: somebody else has these addresses
 FIRST_CLASS, LAST_CLASS = 2, 0xFFFE  # of 16 bits; 1 is the root's own number, all ones are for ingress
 TICK_S = 64e-9  # the kernel's unit of time in these messages
 MOST_DELAY_S = 270.0  # 32 bits of it
@@ -146,15 +147,21 @@ class Plan:
 
 def addresses(prefix: str, count: int) -> list[str]:
     """The first addresses of a prefix that devices can have."""
+    if count > room(prefix):
+        raise PlanError(
+            f"{prefix} has room for {room(prefix):,} devices, {count:,} are asked for; "
+            f"take more pods (fleet.pods), {MODEL_INSTEAD}"
+        )
+    first = int(_network(prefix).network_address) + FIRST_CLASS
+    return [str(IPv4Address(first + i)) for i in range(count)]
+
+
+def room(prefix: str) -> int:
+    """For so many devices: a kernel tells so many classes apart."""
     network = _network(prefix)
     first = int(network.network_address) + FIRST_CLASS
     last = min(int(network.broadcast_address), (int(network.network_address) | 0xFFFF) & ~1)
-    if count > last - first + 1:
-        raise PlanError(
-            f"{prefix} has room for {max(0, last - first + 1):,} devices, {count:,} are asked for; "
-            f"take more pods (fleet.pods), {MODEL_INSTEAD}"
-        )
-    return [str(IPv4Address(first + i)) for i in range(count)]
+    return max(0, last - first + 1)
 
 
 def make_plan(asked: PodLinks, netem: bool) -> Plan:

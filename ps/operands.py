@@ -98,9 +98,13 @@ def parcels(
     small operand of which many parts are wanted is sent as it is, which costs less than to find and pack the parts.
     `apart`: a message a block, so that a device computes the first while the next is on its way: a message is there
     when all of it is."""
+    if apart:
+        for at, tile in enumerate(tiles.tolist()):
+            yield _alone(job, operands, tile, int(blocks[at]), int(devices[at]), int(down_bytes[at]), held, piece_ids)
+        return
     inner = operands[0].array.shape[2]
-    group = np.arange(len(tiles)) if apart else np.zeros(len(tiles), np.int64)
-    if not apart and operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
+    group = np.zeros(len(tiles), np.int64)
+    if operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
         group = np.cumsum(4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])) // MESSAGE_BYTES
     todo = np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(group)) + 1)[::-1]
     while todo:
@@ -137,6 +141,44 @@ def parcels(
             table[f"{name}_batch"] = wanted[side][:, 0] - start[:, 0]
             table[f"{name}_outer"] = wanted[side][:, 2] - start[:, 2]
         yield Parcel(np.array(pieces, dtype=PIECE), table, data)
+
+
+def _alone(
+    job: int,
+    operands: tuple[Operand, Operand],
+    tile: list[int],
+    block: int,
+    device: int,
+    down_bytes: int,
+    held: tuple[Held, Held],
+    piece_ids: Iterator[int],
+) -> Parcel:
+    """One block. Without arrays of one element each: with thousands of connections they would be most of the work."""
+    batch, batches, row, rows, column, columns = tile
+    pieces: list[tuple[int, int, int, int, int]] = []
+    data: list[Array] = []
+    found: list[tuple[int, Range]] = []
+    for operand, mine, low, high in zip(operands, held, (row, column), (row + rows, column + columns), strict=True):
+        ranges = zip(mine.ids, mine.ranges, strict=True)
+        source = next(
+            (
+                (piece, have)
+                for piece, have in ranges
+                if have[0] <= batch and have[1] >= batch + batches and have[2] <= low and have[3] >= high
+            ),
+            None,
+        )
+        if source is None:
+            source = next(piece_ids), (batch, batch + batches, low, high)
+            pieces.append((source[0], operand.layout, batches, high - low, operand.array.shape[2]))
+            data.append(operand.piece(source[1]))
+            mine.ids.append(source[0])
+            mine.ranges.append(source[1])
+        found.append(source)
+    (left, left_at), (right, right_at) = found
+    begins = (batch - left_at[0], row - left_at[2], batch - right_at[0], column - right_at[2])
+    line = (device, job, block, left, right, *begins, batches, rows, columns, 0, 1, down_bytes)
+    return Parcel(np.array(pieces, PIECE), np.array([line], BLOCK), data)
 
 
 def streamed(

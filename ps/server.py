@@ -234,7 +234,7 @@ class Server:
             poller.register(source, zmq.POLLIN)
         next_beat, next_look = time.monotonic(), self._now_s()
         while not self._stopping:
-            stuck = any(peer.outbox or peer.streams for peer in self._peers.values())
+            stuck = [peer for peer in self._peers.values() if peer.outbox or peer.streams]
             look_s = max(next_look, self._dispatcher.deadlines.next_s)
             until_look_s = self._clock.wait_s(int(1e9 * look_s)) if look_s < float("inf") else look_s
             timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
@@ -246,10 +246,9 @@ class Server:
                 self._door.attend()
             heard_all = self._read()
             self._requests.do_one()  # one a turn: answers do not wait for all of them
-            if stuck:
-                for peer in list(self._peers.values()):
-                    if not self._shipping.drain(peer):
-                        self._lose(peer, "its connection is gone")
+            for peer in stuck:
+                if peer.identity in self._peers and not self._shipping.drain(peer):
+                    self._lose(peer, "its connection is gone")
             if heard_all and (now_s := self._now_s()) >= max(next_look, self._dispatcher.deadlines.next_s):
                 next_look = now_s + REACTION_S
                 self._handle(TimePassed())

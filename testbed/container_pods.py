@@ -1,24 +1,26 @@
 """Pods as containers on the run's ground, one container a pod, and nothing left of them when the run is over.
 
-A pod of one device gets the processor time and the memory of its device (`emulator.allotments`); a pod of many gets no
-limits, its devices' times are modelled.
+A pod of one device gets the memory of its device (`emulator.allotments`), and what it computes the processor time
+(`emulator.throttle`); a pod of many gets no limits, its devices' times are modelled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
 
 from agent.errors import Failure, UserError
 from agent.keys import Curve
-from emulator.allotments import Allotment, allotment
-from emulator.containers import THREADS, Bridge, Engine, Spec, Stream
+from emulator.allotments import Allotment, Quota, allotment
+from emulator.containers import THREADS, Bridge, Engine, EngineError, Spec, Stream
 from emulator.fleet import Fleet
 from testbed.ground import Ground
 from testbed.kernel_links import End, KernelLinks
@@ -132,6 +134,11 @@ class PodContainer:
             ipv4_address=self.address,
         )
 
+    def limit(self, quota: Quota) -> None:
+        """Another quota of all that it does."""
+        limits = {"cpu_quota": quota.quota_us, "cpu_period": quota.period_us}
+        self._engine.do("limit a container", self._container.update, **limits)
+
     def used_bytes(self) -> int:
         if self.code is not None:
             return 0
@@ -153,15 +160,23 @@ class ContainerPods(PodGroup):
         absent: Iterable[int],
         scale: float,
         curve: Curve,
+        bare: bool = False,
     ) -> None:
-        """`curve`: keys of their connections, which the server must trust."""
+        """`curve`: keys of their connections, which the server must trust. `bare`: quotas and links are all that makes
+        blocks take time, no answer waits for its model."""
         super().__init__(fleet, count)
         self._ground = ground
         self.started = 0
         self.start_s = 0.0
         inside = ground.look_inside(address, curve)
-        self.allotments = allotments(fleet, inside.core_flops, links != "off") if count == len(fleet) else None
+        self.allotments: list[Allotment] | None = None
+        self._undivided = ""  # why messages are within the quotas, if they are
         options = ["--ps", address, "--links", links, "--scale", str(scale)]
+        if count == len(fleet):
+            self.allotments = allotments(fleet, inside.core_flops * scale, links != "off")
+            options += ["--apart"]
+        if bare:
+            options += ["--bare"]
         if inside.clock_offset_ns:
             options += ["--clock-offset-ns", str(inside.clock_offset_ns)]
         self._command = ["emulator.pod", *options]
@@ -180,6 +195,8 @@ class ContainerPods(PodGroup):
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        if self.allotments is not None:
+            self._throttle(self.allotments)
         self.start_s = time.monotonic() - begun
         if self.links is not None:
             ends = [End(pod.engine_pid, pod.address) for pod in self._handles]
@@ -191,19 +208,30 @@ class ContainerPods(PodGroup):
     def _start(self, pod: int) -> None:
         engine, bridges = self._ground.engine, self._ground.bridges
         bridge = bridges[pod % len(bridges)]
-        limits = self.allotments[pod] if self.allotments else Allotment(0, 0, 0, False)
-        spec = Spec(
-            f"cleave-{engine.run}-{pod}",
-            self._command,
-            bridge.id,
-            limits.quota_us,
-            limits.period_us,
-            limits.memory_bytes,
-            labels={"cleave.pod": str(pod)},
-        )
+        spec = Spec(f"cleave-{engine.run}-{pod}", self._command, bridge.id, labels={"cleave.pod": str(pod)})
+        if self.allotments is not None:
+            limits, whole = self.allotments[pod], self.allotments[pod].container
+            spec = replace(spec, quota_us=whole.quota_us, period_us=whole.period_us, memory_bytes=limits.memory_bytes)
         container, stream = engine.start(spec, self._ground.image)
         self._running[pod] = PodContainer(engine, container, stream, bridge)
         self.started += 1
+
+    def _throttle(self, allotments: Sequence[Allotment]) -> None:
+        """Quotas of the devices' arithmetic; where the engine's machine does not let us, of everything they do."""
+        engine, handles = self._ground.engine, self._handles
+        pods = [
+            {"process": pod.engine_pid} | asdict(limits.arithmetic)
+            for pod, limits in zip(handles, allotments, strict=True)
+        ]
+        spec = Spec(f"cleave-{engine.run}-quotas", ["emulator.throttle"], sets_quotas=True)
+        try:
+            code, _, errors = engine.ask(spec, self._ground.image, json.dumps({"pods": pods}).encode())
+            if code != 0:
+                raise EngineError((errors.strip() or f"exit code {code}").removeprefix("throttle: ").splitlines()[-1])
+        except EngineError as error:
+            self._undivided = str(error)
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(lambda pod, limits: pod.limit(limits.undivided), handles, allotments))
 
     def check(self) -> None:
         super().check()
@@ -230,9 +258,11 @@ class ContainerPods(PodGroup):
         """For people: what the quotas are."""
         if self.allotments is None:
             return ""
-        shares = sorted(limits.share for limits in self.allotments)
+        given = [limits.undivided if self._undivided else limits.arithmetic for limits in self.allotments]
+        shares = sorted(quota.share for quota in given)
         capped = sum(limits.capped for limits in self.allotments)
         told = f"; CPU quotas {shares[0]:.2f} to {shares[-1]:.2f} of a core"
+        told += f", messages within them ({self._undivided})" if self._undivided else " for arithmetic"
         return told + (f", {capped} devices are faster than a core of that host" if capped else "")
 
     @property

@@ -12,8 +12,9 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Network
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,16 @@ import numpy as np
 from agent.errors import Failure, UserError
 from emulator.containers import Spec, Stream
 from emulator.fleet import Fleet
-from emulator.link import NO_TRACE, link_specs, links_to_json, plain_links
-from emulator.shaping_plan import PodLinks, addresses
+from emulator.link import NO_TRACE, LinkSpec, link_specs, links_to_json, plain_links
+from emulator.shaping_plan import PREFIX_TAKEN, PodLinks, addresses, room
 from emulator.subnets import free_subnets, split
 from testbed.ground import Ground
 
 INTERFACE = "eth*"  # an engine calls a container's first one eth0, and one that is given back eth1
+
+
+class AddressesTaken(UserError):
+    """The engine's machine has another use for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +61,17 @@ class KernelLinks:
         """The links of all devices, which are dealt to these containers; what each pod has to know of its own."""
         begun = time.monotonic()
         specs = link_specs(fleet.profiles, fleet.links or plain_links(len(fleet)))
-        prefixes: Sequence[IPv4Network | None] = [None] * len(ends)
         if len(ends) < len(fleet):
-            free = next(free_subnets(self._ground.engine.used_ranges()), None)
-            if free is None:
-                raise UserError('there is no free range of addresses for the devices: use links.kind = "model"')
-            prefixes = split(free, len(ends))
-        told: list[dict[str, Any]] = []
-        for number, (end, prefix) in enumerate(zip(ends, prefixes, strict=True)):
-            mine = specs[number :: len(ends)]
-            own = [end.address] if prefix is None else addresses(str(prefix), len(mine))
-            devices = tuple(zip(own, mine, strict=True))
-            self._pods.append(PodLinks(INTERFACE, devices, end.pid, None if prefix is None else str(prefix)))
-            told.append({"addresses": own, "latency_in_pod": not self.netem})
-        applied = self._ask("apply", self._pods)
+            applied = self._apply_behind_prefixes(specs, ends)
+        else:
+            self._pods = [
+                PodLinks(INTERFACE, ((end.address, spec),), end.pid) for end, spec in zip(ends, specs, strict=True)
+            ]
+            applied = self._ask("apply", self._pods)
+        told: list[dict[str, Any]] = [
+            {"addresses": [address for address, _ in pod.devices], "latency_in_pod": not self.netem}
+            for pod in self._pods
+        ]
         self.in_user_space = tuple(applied["in_user_space"])
         if fleet.links is not None and fleet.links.traces:
             self._traces = links_to_json(fleet.links)["traces"]
@@ -80,6 +82,26 @@ class KernelLinks:
             self._follow()
         self.seconds = time.monotonic() - begun
         return told
+
+    def _apply_behind_prefixes(self, specs: Sequence[LinkSpec], ends: Sequence[End]) -> dict[str, Any]:
+        """Pods of many: ranges that are free as far as can be seen, and others where the kernel says that they are
+        not. They share one, if that is large enough."""
+        free = free_subnets(self._ground.engine.used_ranges())
+        most = -(-len(specs) // len(ends))
+        while (first := next(free, None)) is not None:
+            prefixes = split(first, len(ends))
+            if most > room(str(prefixes[0])):
+                prefixes = [first, *islice(free, len(ends) - 1)]
+                if len(prefixes) < len(ends):
+                    break
+            self._pods = []
+            for number, (end, prefix) in enumerate(zip(ends, prefixes, strict=True)):
+                mine = specs[number :: len(ends)]
+                devices = tuple(zip(addresses(str(prefix), len(mine)), mine, strict=True))
+                self._pods.append(PodLinks(INTERFACE, devices, end.pid, str(prefix)))
+            with suppress(AddressesTaken):
+                return self._ask("apply", self._pods)
+        raise UserError('there is no free range of addresses for the devices: use links.kind = "model"')
 
     def _follow(self) -> None:
         """Rates that change: a container that changes them, until its input ends."""
@@ -133,9 +155,12 @@ class KernelLinks:
         spec = self._spec("emulator.shaping", what)
         question = json.dumps({"pods": [pod.to_json() for pod in pods]}).encode()
         code, output, errors = engine.ask(spec, self._ground.image, question)
+        said = errors.strip().removeprefix("shaping: ")
+        if code == PREFIX_TAKEN:
+            raise AddressesTaken(said)
         if code == 2:
-            raise UserError(errors.strip().removeprefix("shaping: "))
+            raise UserError(said)
         if code != 0:
-            raise Failure(f"links could not be shaped (exit code {code}): {errors.strip()[-500:]}")
+            raise Failure(f"links could not be shaped (exit code {code}): {said[-500:]}")
         answer: dict[str, Any] = json.loads(output)
         return answer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.errors import UserError
-from emulator.allotments import LEAST_US, LONGEST_US, OWN_BYTES, OWN_SHARE, allotment, quota
+from emulator.allotments import LEAST_US, LONGEST_US, MESSAGES_SHARE, OWN_BYTES, OWN_SHARE, ROOM, allotment, quota
 from emulator.containers import HEADER, STANDARD_ERROR, Stream
 from emulator.subnets import PORTS, asked_subnet, bridges_for, free_subnets, host_routes, split
 from testbed.owners import alive, this_process
@@ -22,21 +22,25 @@ rates = st.floats(1e8, 1e13)
 
 @given(st.floats(0.01, 4.0))
 def test_a_quota_is_its_share_and_never_so_small_that_a_kernel_ignores_it(share: float) -> None:
-    quota_us, period_us = quota(share)
-    assert quota_us >= LEAST_US
-    assert 1000 <= period_us <= LONGEST_US  # what kernels take
-    assert quota_us / period_us == pytest.approx(share, rel=0.01)
+    made = quota(share)
+    assert made.quota_us >= LEAST_US
+    assert 1000 <= made.period_us <= LONGEST_US  # what kernels take
+    assert made.share == pytest.approx(share, rel=0.01)
 
 
 @given(rates, rates, st.integers(0, 2**36))
 def test_a_device_gets_the_share_of_a_core_that_its_model_amounts_to(flops: float, core: float, budget: int) -> None:
     exact, modelled = (allotment(flops, budget, core, waits) for waits in (False, True))
-    assert exact.memory_bytes == modelled.memory_bytes == budget + OWN_BYTES
-    assert exact.capped == (flops > core)
+    for one in (exact, modelled):
+        assert one.memory_bytes == budget + OWN_BYTES
+        assert one.capped == (flops > core)
+        assert one.arithmetic.share <= 1.0
+        assert one.container.share == pytest.approx(one.arithmetic.share + MESSAGES_SHARE, rel=0.01)
     if 0.01 <= flops / core <= 1:
-        assert exact.share == pytest.approx(flops / core, rel=0.01)
-        assert modelled.share == pytest.approx(flops / core + OWN_SHARE, rel=0.01)
-    assert exact.share <= 1.0
+        share = flops / core
+        assert exact.arithmetic.share == exact.undivided.share == pytest.approx(share, rel=0.01)
+        assert modelled.arithmetic.share == pytest.approx(min(1.0, share * (1 + ROOM)), rel=0.01)
+        assert modelled.undivided.share == pytest.approx(share + OWN_SHARE, rel=0.01)
 
 
 networks = st.builds(

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,21 @@ import pytest
 from docker_engine import CLEAVE, ROOT, TestEngine, engine, why_not
 
 from agent.errors import UserError
-from emulator.allotments import OWN_BYTES, allotment
-from emulator.containers import IMAGE, RUN_LABEL, Engine, NoEngine, Spec
+from agent.keys import Curve, Keys
+from agent.profile import Profile, pack_profiles
+from emulator.allotments import LEAST_US, MESSAGES_SHARE, OWN_BYTES, allotment
+from emulator.containers import IMAGE, RUN_LABEL, Engine, EngineError, NoEngine, Spec
+from emulator.fleet import Fleet
+from emulator.netlink import in_namespace
+from emulator.shaping import probe
+from emulator.subnets import free_subnets, split
+from emulator.throttle import container_group, thread_of
+from ps.access_file import AccessFile
+from ps.server import Server
+from testbed import container_pods
+from testbed.container_pods import ContainerPods
 from testbed.ground import Ground
+from testbed.kernel_links import End, KernelLinks
 from testbed.scenario import Launch
 
 if TYPE_CHECKING:
@@ -154,6 +167,7 @@ def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothin
     assert told["loss_max_abs_diff"] < 1e-4
     assert told["flops_done"] == told["flops_reference"]
     assert told["pods"] == told["devices"] == 6
+    assert ("held in user space (no netem there)" in told["links"]) == (not probe().netem)
     assert "shaped by the kernel" in told["links"]
     done_to = {fault["do"]: fault["done"] for fault in told["audit"]["faults"]["list"]}
     assert done_to == dict.fromkeys(("stop", "continue", "disconnect", "reconnect", "kill", "exhaust"), 1)
@@ -168,12 +182,30 @@ def check_limits(found: list[dict[str, Any]]) -> None:
     for container in found:
         limits = container["HostConfig"]
         assert limits["Memory"] == limits["MemorySwap"] == BUDGET_BYTES + OWN_BYTES
-        assert 0.1 < limits["CpuQuota"] / limits["CpuPeriod"] < 1.1  # a core's rate is measured; see test_allotments
-        assert limits["CpuQuota"] >= 1000
+        check_quota(int(container["State"]["Pid"]), limits["CpuQuota"] / limits["CpuPeriod"])
         assert not limits["Privileged"]
         (network,) = container["NetworkSettings"]["Networks"].values()
         addresses.add(network["IPAddress"])
     assert len(addresses) == len(found)
+
+
+def check_quota(pod: int, whole: float) -> None:
+    """What computes has the share of a core that its device amounts to (a core's rate is measured, see
+    test_allotments); all of the container has one more, and its other threads no less than that."""
+    thread, groups = thread_of(pod), Path("/sys/fs/cgroup")
+    assert thread is not None
+    inside, second = container_group(Path(f"/proc/{pod}/task/{thread}/cgroup").read_text(), groups)
+    around, _ = container_group(Path(f"/proc/{pod}/cgroup").read_text(), groups)
+    assert inside.parent == around
+    names = ["cpu.max"] if second else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+    quota_us, period_us = (int(word) for name in names for word in (inside / name).read_text().split())
+    assert quota_us >= LEAST_US
+    assert 0.01 < quota_us / period_us <= 1.0
+    assert whole == pytest.approx(quota_us / period_us + MESSAGES_SHARE, rel=0.01)
+    others = {int(task.name) for task in Path(f"/proc/{pod}/task").iterdir()} - {thread}
+    assert others
+    for other in others:
+        assert container_group(Path(f"/proc/{pod}/task/{other}/cgroup").read_text(), groups)[0] == around
 
 
 def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_else(
@@ -216,9 +248,16 @@ def connected_to(run: subprocess.Popen[bytes], log: Path) -> set[str]:
 
 SPIN = """
 import json, time
-begun, spent = time.monotonic(), time.process_time()
-while time.monotonic() - begun < 1.0: pass
-print(json.dumps([time.monotonic() - begun, time.process_time() - spent]), flush=True)
+from emulator.throttle import Apart
+class Spin:
+    name = "spin"
+    def product(self, left, right):
+        begun, spent = time.monotonic(), time.thread_time()
+        while time.monotonic() - begun < 1.0: pass
+        return [time.monotonic() - begun, time.thread_time() - spent]
+kernel = Apart(Spin())
+input()
+print(json.dumps(kernel.product(None, None)), flush=True)
 """
 
 
@@ -237,21 +276,63 @@ def test_links_are_checked_from_inside_containers_and_nothing_is_left(
     assert not ours(at)
 
 
-def test_a_quota_is_really_a_limit(at: TestEngine) -> None:
-    share = allotment(20e9, 1 << 30, 80e9, modelled=False).share
+def test_the_quota_of_what_computes_is_really_a_limit_and_goes_with_its_container(at: TestEngine) -> None:
     limits = allotment(20e9, 1 << 30, 80e9, modelled=False)
-    command = ["timeit", "-n", "1", "-r", "1", f"exec({SPIN!r})"]
+    whole, quota = limits.container, limits.arithmetic
     made = Engine("quota", "")
     try:
-        spec = Spec("cleave-quota", command, "none", limits.quota_us, limits.period_us, limits.memory_bytes)
+        command = ["timeit", "-n", "1", "-r", "1", f"exec({SPIN!r})"]
+        spec = Spec("cleave-quota", command, "none", whole.quota_us, whole.period_us, limits.memory_bytes)
         container, stream = made.start(spec, IMAGE)
-        stream.close()
+        container.reload()
+        pod = {"process": container.attrs["State"]["Pid"], "quota_us": quota.quota_us, "period_us": quota.period_us}
+        group, _ = container_group(Path(f"/proc/{pod['process']}/cgroup").read_text(), Path("/sys/fs/cgroup"))
+        question = json.dumps({"pods": [pod]}).encode()
+        asked = Spec("cleave-quotas", ["emulator.throttle"], sets_quotas=True)
+        assert made.ask(asked, IMAGE, question)[0] == 0
+        stream.send_all(b"go\n")
         assert container.wait()["StatusCode"] == 0
+        stream.close()
         wall_s, spent_s = json.loads(container.logs().splitlines()[0])
-        assert spent_s / wall_s < 1.2 * share  # never more, however busy this machine is; a last period may overrun
+        assert spent_s / wall_s < 1.2 * quota.share  # however busy this machine is; a last period may overrun
+        gone = made.ask(asked, IMAGE, question)
+        assert gone[0] == 2
+        assert gone[2] == "throttle: the processes of containers are not to be seen from here\n"
     finally:
         made.remove_containers("quota")
         made.close()
+    assert not group.exists()
+
+
+def test_where_what_computes_cannot_be_limited_the_container_is_and_the_run_says_why(
+    at: TestEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an engine that does not give its control groups away."""
+    monkeypatch.setattr(container_pods, "Spec", lambda *of, sets_quotas=False, **more: Spec(*of, **more))
+
+    def act() -> None:
+        with Ground(Launch(kind="docker"), 1) as ground:
+            keys = Keys.new()
+            server = Server(unlisted=[f"tcp://{ground.server_host()}:0"], access=AccessFile(tmp_path)).start()
+            server.trust(keys.public, "a test", 2)
+            curve = Curve(server.public_key, keys)
+            try:
+                profile = Profile(4e9, 1e-4, 1e9, 1e9, 0.0, 1 << 26, 2)
+                fleet = Fleet(pack_profiles([profile]), ["test"], ["none"], {"estimate": 1})
+                address = server.unlisted_addresses[0]
+                with ContainerPods(ground, fleet, 1, address, "model", (), 1.0, curve) as pods:
+                    pods.start()
+                    assert server.wait_for_devices(1, 60.0)
+                    assert "messages within them (the processes of containers" in pods.limits_told()
+                    (name,) = at.docker("ps", "-q", "--filter", f"label={RUN_LABEL}").split()
+                    (found,) = json.loads(at.docker("inspect", name))
+                    assert pods.allotments is not None
+                    assert found["HostConfig"]["CpuQuota"] == pods.allotments[0].undivided.quota_us
+            finally:
+                server.stop()
+
+    in_namespace(at.namespace, act)
+    assert not ours(at)
 
 
 def test_no_engine_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +380,76 @@ def test_a_range_that_is_too_small_or_taken_is_refused_and_nothing_is_left(at: T
             assert len({bridge.subnet for bridge in second.bridges}) == 3
             assert len(ours(at)) == 4
     assert not ours(at)
+
+
+def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
+    """Filled with other interfaces until the kernel takes no more."""
+    ip, most = [*at.inside, "ip"], 1100
+    ports = "".join(f"link add full{number} group 77 master BRIDGE type veth\n" for number in range(most))
+    try:
+        with Ground(Launch(kind="docker"), 2) as ground:
+            bridge, image = ground.bridges[0], ground.image
+            batch = ports.replace("BRIDGE", f"br-{bridge.id[:12]}")
+            refused = subprocess.run([*ip, "-batch", "-"], input=batch, capture_output=True, text=True, check=False)
+            assert "Exchange full" in refused.stderr
+            says = r"^a bridge is full \(.*\): take fewer containers, set fleet.pods$"
+            with pytest.raises(EngineError, match=says) as said:
+                ground.engine.start(Spec("cleave-full", ["emulator.pod", "--help"], bridge.id), image)
+            assert "\n" not in str(said.value)
+    finally:
+        subprocess.run([*ip, "link", "del", "group", "77"], check=True)
+    assert not ours(at)
+
+
+def test_addresses_that_the_engine_s_machine_uses_are_left_alone_and_others_taken(at: TestEngine) -> None:
+    """A range that cannot be seen from here, as on another machine: the kernel refuses it. And one that is too small
+    for all pods together: each gets its own."""
+    with Ground(Launch(kind="docker"), 2) as ground, idle(ground, 2) as ends:
+        first, second, third, *_ = free_subnets(ground.engine.used_ranges())
+        theirs = str(split(first, 2)[1])
+        subprocess.run([*at.inside, "ip", "route", "add", "blackhole", theirs], check=True)
+        try:
+            told = KernelLinks(ground).shape(uniform(6), ends)
+        finally:
+            subprocess.run([*at.inside, "ip", "route", "del", "blackhole", theirs], check=True)
+        ranges = split(second, 2)
+        assert [IPv4Address(pod["addresses"][0]) in ranges[i] for i, pod in enumerate(told)] == [True, True]
+        routes = subprocess.run([*at.inside, "ip", "route"], capture_output=True, text=True, check=True).stdout
+        assert str(ranges[0]) in routes
+        assert str(split(first, 2)[0]) not in routes  # what had been done behind the first range is undone
+        assert third
+    assert not ours(at)
+
+
+def test_more_devices_than_a_kernel_has_classes_is_said_and_nothing_is_left(at: TestEngine) -> None:
+    with Ground(Launch(kind="docker"), 1) as ground, idle(ground, 1) as ends:
+        says = r"has room for 65,533 devices, 65,534 are asked for; take more pods \(fleet.pods\), or use links.kind"
+        with pytest.raises(UserError, match=says):
+            KernelLinks(ground).shape(uniform(65_534), ends)
+    assert not ours(at)
+
+
+def uniform(devices: int) -> Fleet:
+    profiles = pack_profiles([Profile(4e9, 1e-4, 1e7, 1e6, 0.0, 1 << 26, 2)]).repeat(devices)
+    return Fleet(profiles, ["test"] * devices, ["none"] * devices, {"estimate": devices})
+
+
+@contextmanager
+def idle(ground: Ground, count: int) -> Iterator[list[End]]:
+    """Containers on the bridge, until they hear that it is enough."""
+    wait = ["timeit", "-n", "1", "-r", "1", "input()"]
+    streams, ends = [], []
+    try:
+        for number in range(count):
+            spec = Spec(f"cleave-{ground.engine.run}-{number}", wait, ground.bridges[0].id)
+            container, stream = ground.engine.start(spec, ground.image)
+            streams.append(stream)
+            pod = container_pods.PodContainer(ground.engine, container, stream, ground.bridges[0])
+            ends.append(End(pod.engine_pid, pod.address))
+        yield ends
+    finally:
+        for stream in streams:
+            stream.close()
 
 
 def test_a_server_that_containers_do_not_reach_is_said_before_they_are_started(at: TestEngine) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +36,8 @@ def fleet(devices: int, latency_in_pod: bool = False, **more: Any) -> dict[str, 
     }
 
 
-def pod(start: Start, server: Server, told: dict[str, Any]) -> Program:
-    program = start("emulator.pod", "--ps", server.address, "--links", "kernel", stdin=json.dumps(told))
+def pod(start: Start, server: Server, told: dict[str, Any], *options: str) -> Program:
+    program = start("emulator.pod", "--ps", server.address, "--links", "kernel", *options, stdin=json.dumps(told))
     assert server.wait_for_devices(len(told["labels"]) - len(told.get("absent", ())), LIMIT_S), program.output
     return program
 
@@ -101,6 +102,19 @@ def ordered_pod(server: Server, devices: int) -> Iterator[Callable[..., None]]:
         process.kill()
         process.stdin.close()
         process.wait()
+
+
+def test_a_bare_pod_lets_no_answer_wait_and_says_how_long_it_computed(start: Start, serve: Serve) -> None:
+    """Of a device so slow that its model would take an hour."""
+    server = serve()
+    told = fleet(2) | {"profiles": [[1e3, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * 2}
+    pod(start, server, told, "--bare", "--apart")
+    begun_s = time.monotonic()
+    Multiplication(server, (1, 128, 128, 128), grid(128, 128, 64, [0, 1])).check()
+    took_s = time.monotonic() - begun_s
+    columns = server.records.columns()
+    assert (columns["compute_s"] > 0).all()
+    assert columns["compute_s"].sum() < took_s
 
 
 def test_who_leaves_and_who_vanishes_is_gone_alone_and_may_return(serve: Serve, until: Until) -> None:
