@@ -28,7 +28,11 @@ from ps.packing import halved
 from ps.plans import Plan, Request, Shape
 
 STRIP_S = 0.05  # a strip of less saves less than its message costs
-MOST_STRIPS = 4
+MOST_STRIPS = 4  # for the overlap alone: with more of them a rectangle ends hardly sooner
+# A strip is what is lost with its device, and what a piece that was lost elsewhere has to wait for. So one that takes
+# longer than this is cut further, if its device gets several at a time; but what is kept is kept in few pieces.
+LONG_S = 0.5
+MOST_LONG = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,10 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     apart = rectangles >= 2
     everybody = slice(None)
     down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
-    strips = np.clip((down_s + compute_s + up_s) / STRIP_S, 1, np.minimum(MOST_STRIPS, profiles["credit_blocks"]))
+    total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
+    strips = np.clip(total_s / STRIP_S, 1, np.minimum(MOST_STRIPS, credit))
+    if max(request.left_uses, request.right_uses) == 1:
+        strips = np.where(credit < MOST_STRIPS, strips, np.clip(total_s / LONG_S, strips, MOST_LONG))
     strips = np.where(apart, np.minimum(strips, rectangles), strips).astype(np.int64)
     budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
     rows = np.ceil(height / np.where(apart, 1, strips)).astype(np.int64)
