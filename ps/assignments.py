@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.profile import PROFILE
-from ps.cost import BYTES, block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
+from ps.cost import BYTES, block_bytes, block_queues, chunk_length, least_bytes, operand_bytes, usable_bytes
 from ps.deadlines import Deadlines
 from ps.events import JobWaits
-from ps.grid import grid_plan
-from ps.ledger import CUT, IN_FLIGHT, PENDING, Device, Job, Turn
-from ps.pipeline import rectangles
-from ps.planner import Integers, Shape
+from ps.ledger import CUT, IN_FLIGHT, PENDING, REACTION_S, Device, Job, Turn
+from ps.pipeline import chunks_of, fresh_slabs, rectangles
+from ps.planner import Integers
+from ps.recut import recut
 from ps.slabs import KeptSlabs
+from ps.stages import alone_s
 
-REACTION_S = 0.01  # the server looks at the clock so often, and answers wait so long for each other
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of those who would end soonest with it
 THEFTS_A_TURN = 32
 NOBODY = "no device is there"
@@ -59,10 +59,10 @@ class Assignments:
             (record.urgent if job.urgent else record.background).remove(key)
             self._waiting[device] -= 1
             self._waiting_total -= 1
-            record.backlog_s -= job.cost_s[block]
+            record.waiting.remove(job.passage[block])
         job.state[block] = CUT
 
-    def _land(self, device: int, job_id: int, block: int) -> Job | None:
+    def _land(self, device: int, job_id: int, block: int, answered: bool = False) -> Job | None:
         """Take a block off its device. None if it was not in flight there: a late, duplicate or invented answer."""
         if not 0 <= device < len(self.devices):
             return None
@@ -70,9 +70,7 @@ class Assignments:
         if key not in record.in_flight:
             return None
         job = self.jobs[job_id]
-        record.in_flight.discard(key)
-        record.in_flight_bytes -= job.size_bytes[block]
-        record.backlog_s = 0.0 if record.idle else record.backlog_s - job.cost_s[block]
+        record.land(key, job.size_bytes[block], job.passage[block], self._now_s if answered else None)
         return job
 
     def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
@@ -86,59 +84,57 @@ class Assignments:
             for block in blocks:
                 job.state[block] = CUT
             job.open -= len(blocks)
-            patience_s = max(job.cost_s[block] for block in blocks)
+            patience_s = max(alone_s(job.passage[block]) for block in blocks)
             # strips of one device are one rectangle again: larger ones have less perimeter to be downloaded
-            for tile in rectangles(job.tiles[blocks], np.array([job.device[block] for block in blocks])):
-                self._place(job_id, tile[None], turn, avoid, repaired, patience_s)
+            lost_tiles = rectangles(job.tiles[blocks], np.array([job.device[block] for block in blocks]))
+            self._place(job_id, lost_tiles, turn, avoid, repaired, patience_s)
             for earlier in (job.loss[block] for block in blocks):
                 if earlier in self._losses:
                     self._losses[earlier] -= 1
 
     def _place(
-        self, job_id: int, tile: Integers, turn: Turn, avoid: int = -1, loss: int = 0, patience_s: float = 0.0
+        self,
+        job_id: int,
+        tiles: list[Integers],
+        turn: Turn,
+        avoid: int = -1,
+        loss: int = 0,
+        patience_s: float = 0.0,
     ) -> None:
-        """Cut one rectangle again, over some of the least busy devices."""
-        job = self.jobs[job_id]
-        made = self._recut(job, tile, RECUT_OVER, avoid)
+        """Cut rectangles again, over devices that can do them soon."""
+        made = self._recut(self.jobs[job_id], tiles, RECUT_OVER, avoid)
         if made is not None:
-            self._add(job_id, *made, turn, loss, patience_s)
+            self._add(job_id, *made, turn, loss, patience_s, first=True)
             return
         if self._suspects:  # better late than never
             self._trust(list(self._suspects))
-            self._place(job_id, tile, turn, avoid, loss, patience_s)
+            self._place(job_id, tiles, turn, avoid, loss, patience_s)
             return
-        self._orphans.append((job_id, tile, loss))
+        self._orphans += [(job_id, tile[None], loss) for tile in tiles]
         if loss:
-            self._losses[loss] = self._losses.get(loss, 0) + 1
+            self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
 
     def _recut(
-        self, job: Job, tile: Integers, most: int, avoid: int
+        self, job: Job, tiles: list[Integers], most: int, avoid: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]] | None:
-        """Tiles, devices and fresh slabs of a rectangle over the least busy devices; None if nobody has the memory."""
-        batch, batches, row, rows, column, columns = tile[0].tolist()
-        shape = Shape(batches, rows, job.shape.inner, columns)
-        candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(shape.inner)]
+        """Tiles, devices and fresh slabs of these rectangles cut again; None if nobody has the memory."""
+        candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(job.shape.inner)]
         if len(candidates) > 1:
             candidates = candidates[candidates != avoid]
         if not len(candidates):
             return None
-        backlog_s = np.array([self._busy_s(self.devices[d]) for d in candidates.tolist()])
-        if len(candidates) > most:
-            mine = self.profiles[candidates]
-            parts = max(1, shape.cells // most)
-            side = max(1, round(parts**0.5))
-            ends_s = backlog_s + block_seconds(mine, 1, min(side, rows), shape.inner, min(side, columns))
-            soonest = np.sort(np.argsort(ends_s, kind="stable")[:most])
-            candidates, backlog_s = candidates[soonest], backlog_s[soonest]
-        plan = grid_plan(shape, self.profiles[candidates], backlog_s)
-        return plan.tiles + np.array([batch, 0, row, 0, column, 0]), candidates[plan.device], plan.fresh
-
-    def _busy_s(self, record: Device) -> float:
-        """For how long, by the model, it still has work: what it was sent may be nearly done."""
-        if record.urgent or record.background:
-            return record.backlog_s
-        return min(record.backlog_s, max(0.0, record.free_s - self._now_s))
+        records = [self.devices[device] for device in candidates.tolist()]
+        sent_s = np.array([record.busy_s(self._now_s) for record in records]).T
+        all_s = sent_s.copy()
+        for index in np.flatnonzero(self._waiting[candidates]).tolist():
+            all_s[:, index] = records[index].busy_with_all_s(self._now_s)
+        at_it = {device for device, state in zip(job.device, job.state, strict=True) if state in (PENDING, IN_FLIGHT)}
+        ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
+        profiles = self.profiles[candidates]
+        made, owner = recut(tiles, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
+        chunks = chunks_of(made, owner, job.shape, profiles)
+        return made, candidates[owner], fresh_slabs(made, owner, chunks)
 
     def _add(
         self,
@@ -149,12 +145,13 @@ class Assignments:
         turn: Turn,
         loss: int = 0,
         patience_s: float = 0.0,
+        first: bool = False,
     ) -> None:
         """New blocks of a job, each for its device: sent if there is credit, queued if not. `patience_s`: they are
         overdue no sooner than if this had been expected of them. Small pieces of what was late would be late again at
-        the first hitch, and their pieces again."""
-        job, first = self.jobs[job_id], len(self.jobs[job_id].state)
-        job.tiles = np.concatenate([job.tiles, tiles]) if first else tiles
+        the first hitch, and their pieces again. `first`: if somebody waits for them, they overtake what waits."""
+        job, begin = self.jobs[job_id], len(self.jobs[job_id].state)
+        job.tiles = np.concatenate([job.tiles, tiles]) if begin else tiles
         profiles, inner = self.profiles[devices], job.shape.inner
         batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
         chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
@@ -162,39 +159,57 @@ class Assignments:
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
         new, kept = self._slabs.account(job, tiles, devices, fresh, chunk == inner, self.devices)
         down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
-        cost_s = block_seconds(profiles, batches, rows, inner, columns, down_bytes, -(-inner // chunk))
-        cost_s -= 2 * profiles["latency_s"]  # latency delays an answer but keeps nothing busy
+        chunks = -(-inner // chunk)
+        queues_s = block_queues(profiles, batches, rows, inner, columns, down_bytes, chunks)
         owners = devices.tolist()
         job.state += [PENDING] * len(tiles)
         job.device += owners
-        job.cost_s += cost_s.tolist()
+        down_s, compute_s, up_s = (seconds.tolist() for seconds in queues_s)
+        job.passage += zip(down_s, compute_s, up_s, chunks.tolist(), strict=True)
         job.size_bytes += block_bytes(batches, rows, inner, columns, chunk).tolist()
         job.down_bytes += down_bytes.tolist()
         job.chunk += chunk.tolist()
         job.kept += kept.tolist()
         job.loss += [loss] * len(tiles)
+        job.first += [first] * len(tiles)
         job.patience_s += [patience_s] * len(tiles)
         job.sent_s += [0.0] * len(tiles)
         job.expected_s += [0.0] * len(tiles)
         if loss:
             self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
-        launched = []
-        for block, device, seconds, size in zip(
-            range(first, len(job.state)), owners, job.cost_s[first:], job.size_bytes[first:], strict=True
+        launched, overtakes = [], first and job.urgent
+        for block, device, passage, size in zip(
+            range(begin, len(job.state)), owners, job.passage[begin:], job.size_bytes[begin:], strict=True
         ):
             record = self.devices[device]
-            record.backlog_s += seconds
-            if not (record.urgent or record.background) and self._has_credit(record, size):
-                record.take((job_id, block), size, seconds, self._now_s)
-                job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + REACTION_S
+            free = overtakes or not (record.urgent or record.background)
+            if free and self._has_credit(record, size) and record.wants(passage, self._now_s):
+                self._take(record, job_id, block)
                 launched.append(block)
+                continue
+            record.waiting.add(passage)
+            if overtakes:
+                record.urgent.insert(self._repairs(record), (job_id, block))
             else:
                 (record.urgent if job.urgent else record.background).append((job_id, block))
-                self._waiting[device] += 1
-                self._waiting_total += 1
+            self._waiting[device] += 1
+            self._waiting_total += 1
 
         self._launch(job_id, job, launched, turn)
+
+    def _repairs(self, record: Device) -> int:
+        """How many blocks at the head of its queue are such that overtake others."""
+        for number, (job_id, block) in enumerate(record.urgent):
+            if not self.jobs[job_id].first[block]:
+                return number
+        return len(record.urgent)
+
+    def _take(self, record: Device, job_id: int, block: int) -> None:
+        """The device takes this block."""
+        job = self.jobs[job_id]
+        takes_s = record.take((job_id, block), job.size_bytes[block], job.passage[block], self._now_s)
+        job.expected_s[block] = takes_s + record.round_trip_s + REACTION_S
 
     def _has_credit(self, record: Device, size_bytes: int) -> bool:
         return (
@@ -232,11 +247,13 @@ class Assignments:
                 job = self.jobs[job_id]
                 if not self._has_credit(record, job.size_bytes[block]):
                     break
+                if not record.wants(job.passage[block], self._now_s):
+                    break  # it will be sent with the next answer: until then what is lost elsewhere may overtake it
                 queue.popleft()
                 self._waiting[device] -= 1
                 self._waiting_total -= 1
-                record.take((job_id, block), job.size_bytes[block], job.cost_s[block], self._now_s)
-                job.expected_s[block] = record.free_s - self._now_s + record.round_trip_s + REACTION_S
+                record.waiting.remove(job.passage[block])
+                self._take(record, job_id, block)
                 self._launch(job_id, job, [block], turn)
 
     def _steal(self, thief: int) -> bool:
@@ -253,18 +270,20 @@ class Assignments:
         chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])
         if not chunk:
             return False  # it cannot hold it
-        alone_s = float(block_seconds(profile, batches, rows, inner, columns, None, -(-inner // chunk))[0])
-        if alone_s >= owner.backlog_s:
+        down_bytes, chunks = operand_bytes(batches, rows, inner, columns), -(-inner // chunk)
+        queues_s = block_queues(profile, batches, rows, inner, columns, down_bytes, chunks)
+        down_s, compute_s, up_s = (float(seconds[0]) for seconds in queues_s)
+        passage = (down_s, compute_s, up_s, chunks)
+        if alone_s(passage) + taker.round_trip_s >= owner.ends_s(self._now_s):
             return False
         job.chunk[block] = chunk
         job.size_bytes[block] = int(block_bytes(batches, rows, inner, columns, chunk))
-        job.down_bytes[block] = operand_bytes(batches, rows, inner, columns)
+        job.down_bytes[block] = down_bytes
         queue.pop()
         self._waiting[victim] -= 1
-        owner.backlog_s -= job.cost_s[block]
-        job.device[block] = thief
-        job.cost_s[block] = alone_s - 2 * float(profile["latency_s"][0])
-        taker.backlog_s += job.cost_s[block]
+        owner.waiting.remove(job.passage[block])
+        job.device[block], job.passage[block] = thief, passage
+        taker.waiting.add(passage)
         (taker.urgent if job.urgent else taker.background).append((job_id, block))
         self._waiting[thief] += 1
         return True

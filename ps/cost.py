@@ -56,6 +56,18 @@ def least_bytes(inner: int) -> int:
     return BYTES * min(1 + 2 * inner, 2 + 2 * CHUNKS_HELD * LEAST_CHUNK)
 
 
+def block_queues(
+    profiles: NDArray[np.void], batch: Any, rows: Any, inner: int, columns: Any, down_bytes: Any, chunks: Any = 1
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds of download, compute and upload of one block on each device of `profiles`."""
+    cells = 1.0 * batch * rows * columns
+    return (
+        8.0 * down_bytes / profiles["down_bps"],
+        chunks * profiles["overhead_s"] + 2 * cells * inner / profiles["flops"],
+        8 * BYTES * cells / profiles["up_bps"],
+    )
+
+
 def block_seconds(
     profiles: NDArray[np.void],
     batch: Any,
@@ -68,10 +80,7 @@ def block_seconds(
     """Time of one block on each device of `profiles`, alone on that device. `down_bytes`: unless it needs all."""
     if down_bytes is None:
         down_bytes = operand_bytes(batch, rows, inner, columns)
-    cells = 1.0 * batch * rows * columns
-    down = 8.0 * down_bytes / profiles["down_bps"]
-    compute = chunks * profiles["overhead_s"] + 2 * cells * inner / profiles["flops"]
-    up = 8 * BYTES * cells / profiles["up_bps"]
+    down, compute, up = block_queues(profiles, batch, rows, inner, columns, down_bytes, chunks)
     seconds: Numbers = 2 * profiles["latency_s"] + np.maximum(down + compute / chunks, down / chunks + compute) + up
     return seconds
 

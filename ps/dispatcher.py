@@ -156,7 +156,7 @@ class Dispatcher(Assignments):
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired, ratios = [], [], [], []
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
-            job = self._land(device, job_id, block)
+            job = self._land(device, job_id, block, answered=True)
             if job is None:
                 self.stale += 1
                 continue
@@ -253,7 +253,7 @@ class Dispatcher(Assignments):
             if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
                 self._plan_together([job_id], turn)
             else:
-                self._place(job_id, tile, turn, loss=loss)
+                self._place(job_id, list(tile), turn, loss=loss)
                 if loss:
                     self._losses[loss] -= 1  # as an orphan it was counted too
         turn.freed.update(dict.fromkeys(devices))
@@ -322,9 +322,9 @@ class Dispatcher(Assignments):
         waiting = [*record.urgent, *record.background]
         for job_id, block in waiting:
             self._given_up(job_id, block, turn)
-            record.backlog_s -= self.jobs[job_id].cost_s[block]
         record.urgent.clear()
         record.background.clear()
+        record.waiting.clear()
         self._waiting_total -= len(waiting)
         self._waiting[device] = 0
         self._cut(waiting, turn)
@@ -334,12 +334,12 @@ class Dispatcher(Assignments):
         job, device = self.jobs[job_id], self.jobs[job_id].device[block]
         if (earlier := self.rescues.block_of((job_id, block))) is not None:
             self._pieces_win(job_id, earlier, turn)  # the piece is overdue as well: enough of that one
-        made = self._recut(job, job.tiles[block : block + 1], RESCUED_OVER, avoid=device)
+        made = self._recut(job, [job.tiles[block]], RESCUED_OVER, avoid=device)
         if made is None or not (made[1] != device).all():  # nobody else: ask again
             self.deadlines.sent([(job_id, block)], [device], self._now_s, [job.expected_s[block]])
             return
         first = len(job.state)
-        self._add(job_id, *made, turn, patience_s=job.expected_s[block])
+        self._add(job_id, *made, turn, patience_s=job.expected_s[block], first=True)
         pieces = list(range(first, len(job.state)))
         job.open -= len(pieces)  # the late one still counts
         self.rescues.begin((job_id, block), pieces)

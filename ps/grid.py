@@ -71,18 +71,21 @@ def grid_tiles(
     able = able_devices(shape, profiles)
     chosen, cells = _shares(shape, profiles[able], backlog_s[able], count)
     chosen = able[chosen]
+    tiles, owner = divided(shape, profiles[chosen], cells)
+    return tiles, chosen[owner]
+
+
+def divided(shape: Shape, profiles: NDArray[np.void], cells: Numbers) -> tuple[Integers, Integers]:
+    """About so many cells for each of these devices, largest first; tiles, and the index of each tile's owner."""
     if shape.batch == 1:
         tiles, owner = _grid(shape.rows, shape.columns, cells)
         tiles = np.column_stack([np.zeros(len(tiles), np.int64), np.ones(len(tiles), np.int64), tiles])
-    elif len(chosen) <= shape.batch:
+    elif len(profiles) <= shape.batch:
         tiles, owner = _batch_ranges(shape, cells)
     else:
         tiles, owner = _grid_each(shape, cells)
-    budget = usable_bytes(profiles)[chosen]
-    tiles, owner = halved(
-        tiles, owner, lambda t, o: chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[o]) == 0
-    )
-    return tiles, chosen[owner]
+    budget = usable_bytes(profiles)
+    return halved(tiles, owner, lambda t, o: chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[o]) == 0)
 
 
 def _shares(

@@ -129,7 +129,7 @@ class Areas:
             np.where(side > rows * self._aspect, rows * np.minimum(thin, columns), side * side),
         )
         both = np.where(spare_s > self._largest_s, spare_s / self._largest_s * self._largest, one)
-        cells: Numbers = np.minimum(both[0], both[1])
+        cells: Numbers = both.min(axis=0)
         return cells
 
     def span_s(self, cells: float) -> float:

@@ -32,7 +32,11 @@ from ps.packing import halved
 from ps.plans import Plan, Request, Shape
 
 STRIP_S = 0.05  # a strip of less saves less than its message costs
-MOST_STRIPS = 4
+MOST_STRIPS = 4  # for the overlap alone: with more of them a rectangle ends hardly sooner
+# A strip is what is lost with its device, and what a piece that was lost elsewhere has to wait for. So one that takes
+# longer than this is cut further, if its device gets several at a time; but what is kept is kept in few pieces.
+LONG_S = 0.5
+MOST_LONG = 16
 SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the slab's breadth, as a multiple of the square's
 STEEPEST = 4.0  # taper: beyond this, and below its inverse, a strip more or less makes no difference
 
@@ -102,7 +106,10 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     apart = rectangles >= 2
     everybody = slice(None)
     down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
-    worth = np.clip((down_s + compute_s + up_s) / STRIP_S, 1, np.minimum(MOST_STRIPS, profiles["credit_blocks"]))
+    total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
+    worth = np.clip(total_s / STRIP_S, 1, np.minimum(MOST_STRIPS, credit))
+    if max(request.left_uses, request.right_uses) == 1:
+        worth = np.where(credit < MOST_STRIPS, worth, np.clip(total_s / LONG_S, worth, MOST_LONG))
     strips = np.where(apart, np.minimum(worth, rectangles), worth).astype(np.int64)
     budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
     rows = np.ceil(height / np.where(apart, 1, strips)).astype(np.int64)
@@ -153,7 +160,8 @@ def _side_s(profiles: NDArray[np.void], request: Request) -> tuple[Numbers, Numb
 def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers) -> Numbers:
     """How much larger the next strip should be, if all of them take so long to download, to compute and to upload: as
     much as the slower of the other queues is slower than the download; less, where the third one is slow as well."""
-    steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / STEEPEST, STEEPEST)
+    most = STEEPEST ** (np.minimum(1, MOST_STRIPS / strips) ** 2)  # many are cut so that none is long
+    steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / most, most)
     choices = steepest ** np.array([[1.0], [0.5], [0.0]])
     ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]
     best: Numbers = choices[np.argmin(ends_s, axis=0), np.arange(len(strips))]

@@ -44,7 +44,6 @@ from agent.wire import (
 from ps.access import REVOKED, Refusal
 from ps.access_file import AccessFile
 from ps.answers import Answers
-from ps.assignments import REACTION_S
 from ps.attendance import Attendance
 from ps.checking import Checking
 from ps.dispatcher import Dispatcher
@@ -69,6 +68,7 @@ from ps.events import (
     TimePassed,
 )
 from ps.jobs import Live, Product, Totals
+from ps.ledger import REACTION_S
 from ps.operands import Operand
 from ps.peers import Peer, missing_ones, printable
 from ps.planner import Planner

@@ -192,8 +192,7 @@ def recovery(
     Baselines are formulas over the same fleet and step; their assumptions are printed under the table:
       checkpoint restart   reload weights and optimizer, do the work since the last checkpoint again
       pipeline replay      move the lost stage, do the micro-batches in flight there again (Asteroid-like)
-      layer again          begin the layer's pass again that was under way
-      timeout              notice only by a timeout, then recover as here
+      timeout              notice by the default timeout of torch.distributed, then recover as here
 
     \b
       cleave recovery                                   the authors' set-up: OPT-13B on 256 devices
@@ -230,7 +229,7 @@ def recovery(
 
     config = model_config(model)
     products = step_products(config, batch, seq)
-    found, step_s, longest_s = simulation.simulate(products, profiles, numbers, trials, seed)
+    found, step_s, longest_s, block_s = simulation.simulate(products, profiles, numbers, trials, seed)
     setting = simulation.Setting(
         parameters=simulation.count_parameters(config),
         layers=config.num_hidden_layers,
@@ -240,6 +239,7 @@ def recovery(
         step_s=step_s,
         products=sum(products.values()),
         longest_s=longest_s,
+        block_s=block_s,
         checkpoint_steps=checkpoint_steps,
     )
     rows = simulation.summarise(found, setting)

@@ -35,7 +35,8 @@ STATE_BYTES = 12  # a parameter: itself and two moments of Adam, float32
 WEIGHT_BYTES = 4
 MOST_STAGES = 8  # Asteroid
 MICRO_BATCHES_A_STAGE = 4
-TIMEOUT_LONGEST = 2.0  # a timeout that is the same for all products must not strike an honest one
+TIMEOUT_S = 600.0  # torch.distributed's, with NCCL; with any other backend it is three times as long
+TIGHT_LONGEST = 2.0  # a timeout that is the same for all products must not strike an honest one
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Setting:
     step_s: float  # all products of a step, one after the other
     products: int
     longest_s: float  # the product that takes longest
+    block_s: float  # the median block of a step, from sending to answer
     checkpoint_steps: float
 
 
@@ -77,7 +79,8 @@ class Recovery:
     least_p50_s: float
     delay_mean_s: float
     delay_p99_s: float
-    baselines: dict[str, float]
+    baselines: dict[str, float]  # what other systems do
+    ablations: dict[str, float]  # this system without something
 
     def ratios(self, cost_s: float) -> tuple[float | None, float | None]:
         """How many times what a baseline costs is what it costs here: until all is done again, and in time lost."""
@@ -89,11 +92,15 @@ class Recovery:
             "trials": self.trials,
             "recovery_s": {"p50": self.p50_s, "p99": self.p99_s, "least_p50": self.least_p50_s},
             "product_delay_s": {"mean": self.delay_mean_s, "p99": self.delay_p99_s},
-            "baselines": {
-                name: {"cost_s": cost_s, "ratio_recovery": again, "ratio_lost": lost}
-                for name, cost_s in self.baselines.items()
-                for again, lost in [self.ratios(cost_s)]
-            },
+            "baselines": self._told(self.baselines),
+            "ablations": self._told(self.ablations),
+        }
+
+    def _told(self, costs: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+        ratios = {name: self.ratios(cost_s) for name, cost_s in costs.items()}
+        return {
+            name: {"cost_s": cost_s, "ratio_recovery": ratios[name][0], "ratio_lost": ratios[name][1]}
+            for name, cost_s in costs.items()
         }
 
 
@@ -132,6 +139,7 @@ class Product:
         self._gone: set[int] = set()
         self.accepted_s: dict[int, float] = {}  # by block
         self.cells: dict[int, int] = {}  # by block that was sent
+        self.block_s: list[float] = []  # from sending to answer, of each
         self._note(self._fleet.submit([Work(0, shape)]))
         if not self._due:
             raise UserError(f"the fleet cannot do {shape}: no device has the memory for it")
@@ -174,6 +182,7 @@ class Product:
     def _note(self, outcome: Outcome) -> None:
         for sent in outcome.sent:
             heapq.heappush(self._due, (sent.due_s, sent.key))
+            self.block_s.append(sent.due_s - self._fleet.now_s)
             self._owing.setdefault(sent.key[0], set()).add(sent.key[2])
             self.cells[sent.key[2]] = sent.tile[1] * sent.tile[3] * sent.tile[5]
 
@@ -207,19 +216,24 @@ def try_failure(
 
 def simulate(
     products: Mapping[Shape, int], profiles: NDArray[np.void], failures: Sequence[int], trials: int, seed: int
-) -> tuple[list[Trial], float, float]:
-    """`trials` of every distinct product and number of failures; and the seconds of an undisturbed step, and of its
-    longest product."""
+) -> tuple[list[Trial], float, float, float]:
+    """`trials` of every distinct product and number of failures; and the seconds of an undisturbed step, of its longest
+    product, and of its median block."""
     planner, found, step_s, longest_s = Planner(), [], 0.0, 0.0
+    blocks_s: list[float] = []
+    times: list[int] = []  # that there is such a block in a step
     for index, (shape, count) in enumerate(products.items()):
-        undisturbed_s = Product(shape, profiles, planner).run()
+        product = Product(shape, profiles, planner)
+        undisturbed_s = product.run()
+        blocks_s += product.block_s
+        times += [count] * len(product.block_s)
         step_s += count * undisturbed_s
         longest_s = max(longest_s, undisturbed_s)
         for trial in range(trials):
             for number in failures:
                 told = try_failure(shape, profiles, planner, number, f"{seed} {index} {trial}", undisturbed_s)
                 found.append(Trial(shape, number, count * undisturbed_s / trials, *told))
-    return found, step_s, longest_s
+    return found, step_s, longest_s, percentile(blocks_s, times, 0.5)
 
 
 def percentile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
@@ -250,24 +264,35 @@ def pipeline_replay_s(s: Setting, failures: int) -> float:
     return move_s + (stages + 1) / 2 * stage_s / 3 * (1 + lost_in_a_group / group)
 
 
-def layer_again_s(s: Setting, failures: int) -> float:
-    """The pass through a layer that is under way is begun again, half of it is lost: a forward pass is a third of a
-    layer's time and a backward pass two thirds, so a random moment lies in a pass of 5/9 of it on average."""
-    return 5 / 9 * s.step_s / s.layers / 2 * s.devices / (s.devices - failures)
-
-
-def timeout_s(s: Setting, ours_s: float) -> float:
-    """It waits until the timeout, counted from the product's start, and then re-cuts as this system does."""
-    return TIMEOUT_LONGEST * s.longest_s - 0.5 * s.step_s / s.products + ours_s
+def timeout_s(ours_s: float) -> float:
+    """It notices a loss when a collective operation times out, and then re-cuts as this system does."""
+    return TIMEOUT_S + ours_s
 
 
 def baselines(s: Setting, failures: int, ours_s: float) -> dict[str, float]:
     return {
         "checkpoint restart": checkpoint_restart_s(s, failures),
         "pipeline replay": pipeline_replay_s(s, failures),
-        "layer again": layer_again_s(s, failures),
-        "timeout": timeout_s(s, ours_s),
+        "timeout": timeout_s(ours_s),
     }
+
+
+# ---- this system with one thing taken away
+
+
+def layer_again_s(s: Setting, failures: int) -> float:
+    """The pass through a layer that is under way is begun again, half of it is lost: a forward pass is a third of a
+    layer's time and a backward pass two thirds, so a random moment lies in a pass of 5/9 of it on average."""
+    return 5 / 9 * s.step_s / s.layers / 2 * s.devices / (s.devices - failures)
+
+
+def tight_timeout_s(s: Setting, ours_s: float) -> float:
+    """It waits until the timeout, counted from the product's start, and then re-cuts as this system does."""
+    return TIGHT_LONGEST * s.longest_s - 0.5 * s.step_s / s.products + ours_s
+
+
+def ablations(s: Setting, failures: int, ours_s: float) -> dict[str, float]:
+    return {"a layer as the unit": layer_again_s(s, failures), "only a tight timeout": tight_timeout_s(s, ours_s)}
 
 
 def summarise(trials: Sequence[Trial], setting: Setting) -> list[Recovery]:
@@ -279,9 +304,9 @@ def summarise(trials: Sequence[Trial], setting: Setting) -> list[Recovery]:
         least_s = percentile([trial.least_s for trial in mine], weights, 0.5)
         later_s = [max(0.0, trial.delay_s) for trial in mine]  # a re-cut may even end a product sooner; not counted
         mean_s = float(np.average(later_s, weights=weights))
-        others = baselines(setting, failures, p50_s)
         late_s = percentile(later_s, weights, 0.99)
-        rows.append(Recovery(failures, len(mine), p50_s, p99_s, least_s, mean_s, late_s, others))
+        costs = (of(setting, failures, p50_s) for of in (baselines, ablations))
+        rows.append(Recovery(failures, len(mine), p50_s, p99_s, least_s, mean_s, late_s, *costs))
     return rows
 
 
@@ -294,7 +319,7 @@ def assumptions(s: Setting) -> list[str]:
         "weight is its share of the step: count x time of its product.",
         f"ours: from detection until the lost rectangles are accepted from others. Detection, drawn from "
         f"{1e3 * DETECTION_S[0]:.0f} to {1e3 * DETECTION_S[1]:.0f} ms as in the authors' set-up, is not in it, nor in "
-        "the first three baselines. What training loses is less, since the others go on meanwhile: it is by how much "
+        "the first two baselines. What training loses is less, since the others go on meanwhile: it is by how much "
         "the product ends later; a baseline stands still for all of its time. This server's own detection: a broken "
         "connection within a heartbeat of "
         f"{format_duration(HEARTBEAT_S)}, a silent one after {format_duration(SILENT_AFTER * HEARTBEAT_S)}.",
@@ -306,10 +331,14 @@ def assumptions(s: Setting) -> list[str]:
         f"pipeline replay (Asteroid-like): {stages} stages, {MICRO_BATCHES_A_STAGE} micro-batches a stage; the stage's "
         "weights are dealt anew to its group over the slowest uplink, all in parallel; forward passes of the "
         "micro-batches in flight there, (P + 1) / 2, done again.",
-        "layer again: server and weights as here, but a layer's pass is the unit of recovery; half of it is lost.",
-        f"timeout: re-sends what was lost {format_duration(TIMEOUT_LONGEST * s.longest_s)} after the product began, "
-        f"then as here: {TIMEOUT_LONGEST:g} times the longest product of the step, since one timeout for all products "
-        "must not strike an honest one. This one includes its detection.",
+        f"timeout: the loss is noticed {format_duration(TIMEOUT_S)} after it happened, then as here. That is what "
+        "torch.distributed.init_process_group waits by default with NCCL before it aborts collective operations; with "
+        "other backends it is 30 min (its documentation, PyTorch 2.13).",
+        "this system with one thing taken away, which nobody is known to run. A layer as the unit: server and weights "
+        "as here, but a layer's pass is begun again; half of it is lost. Only a tight timeout: what was lost is sent "
+        f"again {format_duration(TIGHT_LONGEST * s.longest_s)} after the product began, then as here: "
+        f"{TIGHT_LONGEST:g} times the longest product of the step, since one timeout for all products must not strike "
+        "an honest one.",
     ]
 
 
@@ -324,6 +353,7 @@ def as_json(rows: Sequence[Recovery], trials: Sequence[Trial], s: Setting) -> di
         "layers": s.layers,
         "devices": s.devices,
         "products": s.products,
+        "median_block_s": s.block_s,
         "slowest_down_bps": s.slowest_down_bps,
         "slowest_up_bps": s.slowest_up_bps,
         "checkpoint_steps": s.checkpoint_steps,
@@ -352,13 +382,22 @@ def print_recovery(console: Console, title: str, rows: Sequence[Recovery], trial
         ours = (row.p50_s, row.p99_s, row.delay_mean_s, row.delay_p99_s)
         table.add_row(str(row.failures), "ours", *(format_duration(figure) for figure in ours))
         table.add_row("", "no way sooner than", format_duration(row.least_p50_s))
-        for name, cost_s in row.baselines.items():
-            ratios = ("" if ratio is None else f"{ratio:,.0f}x" for ratio in row.ratios(cost_s))
-            table.add_row("", name, format_duration(cost_s), "", format_duration(cost_s), "", *ratios)
+        for heading, costs in (("", row.baselines), ("ours without something:", row.ablations)):
+            if heading:
+                table.add_row("", heading)
+            for name, cost_s in costs.items():
+                ratios = ("" if ratio is None else f"{ratio:,.0f}x" for ratio in row.ratios(cost_s))
+                table.add_row("", f"  {name}", format_duration(cost_s), "", format_duration(cost_s), "", *ratios)
     console.print(table)
     for line in assumptions(s):
         console.print(f"- {line}", soft_wrap=not console.is_terminal)
     host_s = [trial.host_s for trial in trials]
+    two_s = 2 * s.block_s + sum(DETECTION_S) / 2
+    console.print(
+        f"The median block of an undisturbed step takes {format_duration(s.block_s)} from sending to answer; two of "
+        f"them and the detection interval take {format_duration(two_s)}.",
+        soft_wrap=not console.is_terminal,
+    )
     console.print(
         f"{rows[0].trials} trials a row. Modelled, but for the re-cut itself, which took "
         f"{format_duration(float(np.median(host_s)))} on this machine (median; at most {format_duration(max(host_s))})."

@@ -150,7 +150,9 @@ class VirtualFleet:
         """What the dispatcher still holds of jobs and kept slabs; nothing after all are over and forgotten."""
         busy = {i: repr(d) for i, d in enumerate(self._dispatcher.devices) if not d.idle or d.kept_bytes}
         late = {
-            i: d.backlog_s for i, d in enumerate(self._dispatcher.devices) if d.idle and abs(d.backlog_s) > ROUNDING_S
+            i: d.waiting
+            for i, d in enumerate(self._dispatcher.devices)
+            if d.idle and max(abs(d.waiting.down_s), abs(d.waiting.compute_s), abs(d.waiting.up_s)) > ROUNDING_S
         }
         rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
         rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}

@@ -27,7 +27,6 @@ from agent.wire import ANSWER, DONE
 from emulator.device import Devices
 from emulator.link import Links
 from emulator.performance import Models
-from ps.assignments import REACTION_S
 from ps.attendance import Attendance
 from ps.dispatcher import Dispatcher
 from ps.events import (
@@ -51,6 +50,7 @@ from ps.events import (
 )
 from ps.jobs import Live, Product, Totals
 from ps.ledger import DONE as DONE_BLOCK
+from ps.ledger import REACTION_S
 from ps.operands import Operand
 from ps.planner import Planner
 from ps.records import Records

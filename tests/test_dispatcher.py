@@ -1100,7 +1100,7 @@ def _cut_for_nothing(d: Dispatcher) -> None:
 def _in_flight_twice(d: Dispatcher) -> None:
     job, block = flying_key(d)
     d.devices[1].credit_blocks += 1
-    d.devices[1].in_flight.add((job, block))
+    d.devices[1].in_flight[job, block] = 1.0
     d.devices[1].in_flight_bytes += d.jobs[job].size_bytes[block]
 
 

@@ -15,7 +15,7 @@ import ps.planner
 from agent.profile import Profile, pack_profiles
 from emulator.fleet import uniform_fleet
 from ps.adapt import LATER, welcomed
-from ps.pipeline import MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
+from ps.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
 from ps.planner import SETTLED, SOLVING_S, Integers, Plan, PlanError, Planner, Request, Shape, adapted
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
@@ -234,13 +234,22 @@ def test_a_device_without_memory_gets_nothing() -> None:
     assert set(solve(shape, [small, common, small]).device.tolist()) == {1}
 
 
-def test_long_work_is_cut_into_strips_that_share_their_columns_or_rows() -> None:
-    made = solve(Shape(1, 4000, 500, 4000), [replace(common, flops=1e10)] * 4)
-    for device in range(4):
-        mine = made.fresh[made.device == device]
-        assert len(mine) == MOST_STRIPS
+@pytest.mark.parametrize(("rate", "least", "most"), [(5e8, 2, MOST_STRIPS), (1e7, MOST_STRIPS + 1, MOST_LONG)])
+def test_long_work_is_cut_into_strips_that_share_their_columns_or_rows(rate: float, least: int, most: int) -> None:
+    """And very long work into more of them, so that less is lost with a device."""
+    device = replace(common, flops=1e11, down_bps=rate, up_bps=rate, credit_blocks=4)
+    made = solve(Shape(1, 4000, 500, 4000), [device] * 4)
+    for number in range(4):
+        mine = made.fresh[made.device == number]
+        assert least <= len(mine) <= most
         assert mine[0].all()
-        assert mine[1:].sum() == MOST_STRIPS - 1, "of each further strip one side is there already"
+        assert mine[1:].sum() == len(mine) - 1, "of each further strip one side is there already"
+
+
+def test_what_is_kept_is_in_few_pieces() -> None:
+    slow = replace(common, flops=1e11, down_bps=1e8, up_bps=1e8, credit_blocks=4)
+    made = solve(Shape(1, 4000, 500, 4000), [slow] * 4, 1, 16)
+    assert np.bincount(made.device).max() <= MOST_STRIPS
 
 
 def test_short_work_and_a_device_with_little_credit_get_no_strips() -> None:

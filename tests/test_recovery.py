@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed
 
 from agent.errors import Failure, UserError
 from agent.profile import Profile, pack_profiles
@@ -31,6 +32,7 @@ SMALL = Setting(
     step_s=120.0,
     products=60,
     longest_s=10.0,
+    block_s=1.0,
     checkpoint_steps=2.0,
 )
 
@@ -94,8 +96,9 @@ def test_more_failures_lose_more_and_take_longer(trials: list[Trial]) -> None:
 
 
 def test_the_weights_are_the_shares_of_the_step() -> None:
-    found, step_s, longest_s = simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [2], trials=3, seed=0)
+    found, step_s, longest_s, block_s = simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [2], trials=3, seed=0)
     assert sum(trial.weight for trial in found) == pytest.approx(step_s)
+    assert 0 < block_s <= longest_s
     assert longest_s == pytest.approx(max(trial.weight * 3 / PRODUCTS[trial.shape] for trial in found))
 
 
@@ -126,14 +129,22 @@ def test_the_baselines_of_a_small_case_are_those_of_a_hand_calculation() -> None
     # a layer is 30 s: 10 s forward, 20 s backward; a random moment: 1/3 x 5 s + 2/3 x 10 s are lost, on 15 of 16
     assert recovery.layer_again_s(SMALL, 1) == pytest.approx((5 / 3 + 20 / 3) * 16 / 15)
     # twice the longest product: 20 s, of which half a product, 1 s, was over
-    assert recovery.timeout_s(SMALL, 0.25) == pytest.approx(19.25)
+    assert recovery.tight_timeout_s(SMALL, 0.25) == pytest.approx(19.25)
+
+
+def test_the_timeout_is_the_shorter_default_of_torch_distributed() -> None:
+    """As its documentation has it, here in the words of the version that is installed."""
+    told = " ".join((torch.distributed.init_process_group.__doc__ or "").split())
+    assert f"Default value is {recovery.TIMEOUT_S / 60:.0f} minutes for NCCL and 30 minutes for other backends" in told
+    assert recovery.timeout_s(0.25) == 600.25
 
 
 def test_the_ratio_is_the_baseline_over_ours(trials: list[Trial]) -> None:
     for row in summarise(trials, SMALL):
         told = row.as_dict()
-        assert set(told["baselines"]) == {"checkpoint restart", "pipeline replay", "layer again", "timeout"}
-        for baseline in told["baselines"].values():
+        assert set(told["baselines"]) == {"checkpoint restart", "pipeline replay", "timeout"}
+        assert set(told["ablations"]) == {"a layer as the unit", "only a tight timeout"}
+        for baseline in (*told["baselines"].values(), *told["ablations"].values()):
             assert baseline["ratio_recovery"] == pytest.approx(baseline["cost_s"] / told["recovery_s"]["p50"])
             assert baseline["ratio_lost"] == pytest.approx(baseline["cost_s"] / told["product_delay_s"]["mean"])
 
@@ -157,7 +168,15 @@ def test_the_command_prints_json_that_holds_what_the_baselines_need() -> None:
 def test_the_command_prints_a_table_and_its_assumptions() -> None:
     done = cleave(*TINY)
     assert done.returncode == 0, done.stderr
-    for word in ("pipeline replay", "ratio in time lost", "Detection", "step(s)", "trials a row"):
+    for word in (
+        "pipeline replay",
+        "ours without something",
+        "torch.distributed",
+        "ratio in time lost",
+        "Detection",
+        "step(s)",
+        "trials a row",
+    ):
         assert word in done.stdout
 
 

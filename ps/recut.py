@@ -1,0 +1,122 @@
+"""Lost rectangles, cut again over devices that are at work: nobody ends later than need be, and they end soon.
+
+A device's three queues are busy for a while with what it was sent, and then with what waits for it. When a device ends
+follows from both; but lost pieces overtake what waits, so when they are back follows from the first. So there are two
+moments. The common end: the earliest by which all devices together can do the lost cells beside what they have, or when
+the product ends anyway. And then the earliest at which all pieces can be back, if nobody takes more than it can do by
+the common end.
+
+Pure functions of arrays: same input, same tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.cost import BYTES, Integers, Numbers, usable_bytes
+from ps.grid import SLACK, divided
+from ps.law import Areas, Law, least_span
+from ps.plans import Shape
+
+PRECISION = 5e-3  # of a moment
+MANY = 4  # times as many devices as may be used are considered
+LATER = 1.05  # the end may be so much later, seen from now, than need be, if what was lost is back sooner by that
+
+
+def recut(
+    lost: Sequence[Integers],
+    inner: int,
+    profiles: NDArray[np.void],
+    sent_s: Numbers,
+    all_s: Numbers,
+    ends_s: float,
+    most: int,
+) -> tuple[Integers, Integers]:
+    """Tiles that cover the rectangles `lost`, and the index of each tile's device. `sent_s`, `all_s`: [3, devices], for
+    how long their queues are busy with what they were sent, and with all that they have; `ends_s`: when the product
+    ends, but for what was lost; `most`: devices a rectangle."""
+    needed = np.array([float(tile[1] * tile[3] * tile[5]) for tile in lost])
+    total, rows, columns = float(needed.sum()), max(int(t[3]) for t in lost), max(int(t[5]) for t in lost)
+    few = most * len(lost)
+    chosen = _soonest(profiles, inner, all_s, total / few, MANY * few)
+    while True:
+        share = _shares(profiles[chosen], inner, sent_s[:, chosen], all_s[:, chosen], ends_s, (rows, columns), total)
+        ranking = np.argsort(-share, kind="stable")
+        ranking = ranking[: 1 + int(np.searchsorted(np.cumsum(share[ranking]), total))]
+        if len(ranking) <= few:
+            break
+        chosen = chosen[ranking[:few]]  # fewer of them need longer, so each can do more
+    share, chosen = share[ranking], chosen[ranking]
+    teams = _teams(needed, share)
+    tiles, owner = [], []
+    for tile, team in zip(lost, teams, strict=True):
+        mine = chosen[team]
+        shape = Shape(int(tile[1]), int(tile[3]), inner, int(tile[5]))
+        part, place = divided(shape, profiles[mine], np.maximum(share[team], 1.0))
+        tiles.append(part + np.array([tile[0], 0, tile[2], 0, tile[4], 0]))
+        owner.append(mine[place])
+    return np.concatenate(tiles), np.concatenate(owner)
+
+
+def _shares(
+    profiles: NDArray[np.void],
+    inner: int,
+    sent_s: Numbers,
+    all_s: Numbers,
+    ends_s: float,
+    largest: tuple[int, int],
+    total: float,
+) -> Numbers:
+    """Cells for each device; together at least those that are needed."""
+    soon, late = (Areas(_law(profiles, inner, busy_s), *largest) for busy_s in (sent_s, all_s))
+
+    def within(span_s: float) -> bool:
+        return float(np.minimum(late.within(span_s), total).sum()) >= total
+
+    end_s = ends_s if within(ends_s) else least_span(within, ends_s, max(1e-3, 2 * ends_s), PRECISION)
+    most = np.minimum(late.within(LATER * end_s), total)
+
+    def back(span_s: float) -> Numbers:
+        return np.minimum(soon.within(span_s), most)
+
+    span_s = least_span(lambda span_s: float(back(span_s).sum()) >= total, 0.0, LATER * end_s, PRECISION)
+    return back(SLACK * span_s)
+
+
+def _soonest(profiles: NDArray[np.void], inner: int, busy_s: Numbers, cells: float, most: int) -> Integers:
+    """Those who would end soonest with a square of so many cells; the others need not be looked at more closely."""
+    if len(profiles) <= most:
+        return np.arange(len(profiles))
+    law, side = _law(profiles, inner, busy_s), np.array([max(1.0, cells**0.5)])
+    ends_s = (law.fixed_s + law.loads(side, side)).max(axis=0)
+    return np.sort(np.argsort(ends_s, kind="stable")[:most])
+
+
+def _law(profiles: NDArray[np.void], inner: int, busy_s: Numbers) -> Law:
+    """A block passes the three queues in order, each after what is in it: three sums, of which the longest counts."""
+    side_s, nothing = 8.0 * BYTES * inner / profiles["down_bps"], np.zeros(len(profiles))
+    compute_s, up_s = 2.0 * inner / profiles["flops"], 8.0 * BYTES / profiles["up_bps"]
+    back_s = profiles["latency_s"]
+    sides = np.stack([side_s, nothing, nothing])
+    return Law(
+        busy_s + np.stack([2 * back_s + profiles["overhead_s"], back_s + profiles["overhead_s"], back_s]),
+        sides,
+        sides,
+        np.stack([compute_s + up_s, compute_s + up_s, up_s]),
+        np.maximum(1.0, usable_bytes(profiles) / BYTES),
+    )
+
+
+def _teams(needed: Numbers, share: Numbers) -> list[Integers]:
+    """Deal the devices, largest first, always to the rectangle of which most is missing."""
+    missing = needed.copy()
+    teams: list[list[int]] = [[] for _ in needed]
+    for device, cells in enumerate(share.tolist()):
+        rectangle = int(missing.argmax())
+        teams[rectangle].append(device)
+        missing[rectangle] -= cells
+    # with fewer devices than rectangles some have nobody yet
+    return [np.array(team or [index % len(share)], np.int64) for index, team in enumerate(teams)]
