@@ -376,7 +376,7 @@ def print_recovery(console: Console, title: str, rows: Sequence[Recovery], trial
         "ratio",
         "ratio in time lost",
     ):
-        table.add_column(heading, justify="left" if not heading else "right")
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=not heading)
     for row in rows:
         table.add_section()
         ours = (row.p50_s, row.p99_s, row.delay_mean_s, row.delay_p99_s)
