@@ -122,7 +122,10 @@ def _run(options: argparse.Namespace) -> int:
             profile["link"] = link()
         measuring.all()
         if profile["link"] is not None:
-            profile["link"] = both(profile["link"], link())  # one moment says little about a link
+            try:
+                profile["link"] = both(profile["link"], link())  # one moment says little about a link
+            except UserError as error:
+                measuring.say(f"the link is only known as it was at the beginning: {error}")
         profile["complete"] = True
     except KeyboardInterrupt:
         measuring.say("interrupted: what was measured is written")

@@ -53,34 +53,32 @@ class Attendance:
 
     # ---- the server's thread
 
-    def joined(
-        self, ids: Sequence[int], labels: Sequence[str], about: Mapping[str, str], identity: bytes, at_s: float
-    ) -> bytes:
-        """Devices want to take part. If they are real: the connection by which the same device was here before, if it
-        had another one, or nothing: a phone that changes its network is back before its old connection is missed."""
-        self.forgotten += len(self.real.intersection(ids))
-        if about.get("kind") == "pod":
-            self.real.difference_update(ids)
-            return b""
-        self.real.update(ids)
-        for label in labels:
-            self.away.pop(label, None)
-        for departure in self.departures:
-            if departure.back_s is None and departure.name in labels:
-                departure.back_s = at_s
+    def moved(self, about: Mapping[str, str], identity: bytes) -> bytes:
+        """A device comes by this connection. The one by which the same real device was here before, if it had another,
+        or nothing: a phone that changes its network is back before its old connection is missed."""
         device = about.get("device", "")
-        if len(self.about) < MOST:
-            kept = {key: about[key] for key in ("profile", "system") if key in about}
-            self.about[labels[0]] = {key: text for key, text in kept.items() if len(text) <= MOST_PROFILE}
-        if not device:
+        if not device or about.get("kind") == "pod":
             return b""
         before = self._connection.pop(device, b"")
         if len(self._connection) < MOST:
             self._connection[device] = identity
         return before if before != identity else b""
 
-    def arrived(self, ids: Sequence[int]) -> None:
-        """They take part from now on."""
+    def joined(self, ids: Sequence[int], labels: Sequence[str], about: Mapping[str, str], at_s: float) -> None:
+        """Devices take part from now on."""
+        self.forgotten += len(self.real.intersection(ids))
+        if about.get("kind") == "pod":
+            self.real.difference_update(ids)
+        else:
+            self.real.update(ids)
+            for label in labels:
+                self.away.pop(label, None)
+            for departure in self.departures:
+                if departure.back_s is None and departure.name in labels:
+                    departure.back_s = at_s
+            if len(self.about) < MOST:
+                kept = {key: about[key] for key in ("profile", "system") if key in about}
+                self.about[labels[0]] = {key: text for key, text in kept.items() if len(text) <= MOST_PROFILE}
         with self._changed:
             self.count += len(ids)
             self.present.update(self.real.intersection(ids))

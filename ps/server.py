@@ -351,18 +351,19 @@ class Server:
         if key and not self._may_join(identity, key, message):
             return
         peer = self._peers.setdefault(identity, Peer(identity, message.about, key))
+        if (before := self._peers.get(self.attendance.moved(message.about, identity))) is not None:
+            self._lose(before, "it has joined again from elsewhere")
+            if identity not in self._peers:
+                return  # its connection broke when it was given blocks of the other one
         labels = [printable(label) for label in message.labels]
         joined = self.roster.enter(peer, labels, message.profiles)
         new = joined.devices
-        before = self.attendance.joined(new, labels, message.about, identity, self._now_s())
-        if before in self._peers:
-            self._lose(self._peers[before], "it has joined again from elsewhere")
+        self.attendance.joined(new, labels, message.about, self._now_s())
         if new[0] in self.attendance.real:
             self.note("real", name=labels[0], device=new[0], kernel=printable(message.about.get("kernel", "")))
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
         self._handle(joined)
-        self.attendance.arrived(new)
 
     def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
         assert self._door is not None, "only a door has keys"

@@ -91,7 +91,8 @@ class ModelledFleet:
         arithmetic: bool = True,
     ) -> None:
         labels = [""] * len(profiles)
-        planning = Apart(planner, len(profiles) - len(absent))
+        present = np.setdiff1d(np.arange(len(profiles)), np.asarray(absent, np.int64))
+        planning = Apart(planner, len(present), shared=bool((present == np.arange(len(present))).all()))
         self._server = VirtualServer(profiles, labels, planning, absent, arithmetic, links=links, models=models)
         self._local, self.local_s = local, 0.0
         self._left = time.perf_counter()  # when the executor went on with its own work
@@ -125,11 +126,12 @@ class ModelledFleet:
 
 class Apart(Planner):
     """Plans for the fleet as it is come from the run's planner, which will use them again. What becomes of them when
-    modelled devices are late stays here: the run begins as the prediction did, knowing nothing of it."""
+    modelled devices are late stays here: the run begins as the prediction did, knowing nothing of it. `shared`: devices
+    have the same numbers here as in the run, since nobody before them is absent."""
 
-    def __init__(self, planner: Planner, devices: int) -> None:
+    def __init__(self, planner: Planner, devices: int, shared: bool = True) -> None:
         super().__init__(planner.kind)
-        self._run, self._devices = planner, devices
+        self._run, self._devices, self._shared = planner, devices, shared
 
     def plan(
         self,
@@ -138,7 +140,7 @@ class Apart(Planner):
         able: Integers,
         revised: Mapping[int, int] = NONE_REVISED,
     ) -> list[Plan]:
-        if len(able) == self._devices and not revised and not self.knows(requests):
+        if self._shared and len(able) == self._devices and not revised and not self.knows(requests):
             plans = self._run.plan(requests, profiles, able)
             self.remember(requests, able, plans)
         return super().plan(requests, profiles, able, revised)

@@ -63,6 +63,19 @@ def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, s
     assert calibrate(samples).median_error > 0
 
 
+def test_a_server_that_is_gone_at_the_end_costs_no_samples(start: Start, serve: Serve, tmp_path: Path) -> None:
+    path, server = tmp_path / "me.json", serve()
+    program = start("agent", "measure", "--quick", "--out", str(path), "--ps", server.address)
+    program.expect("round 1 of")
+    server.stop()
+    assert program.wait(LIMIT_S) == 0, program.output
+    assert any("only known as it was at the beginning" in line for line in program.errors)
+    samples = read_samples(path)
+    assert samples.complete
+    assert samples.link is not None
+    assert len(samples.link["round_trip_s"]) == ROUND_TRIPS
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_writes_what_it_has_and_says_that_it_is_not_all(
     start: Start, tmp_path: Path, number: signal.Signals

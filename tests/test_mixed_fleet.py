@@ -126,7 +126,7 @@ def test_phones_that_make_no_sense_are_refused(overrides: dict[str, str], words:
 def test_a_profile_that_makes_no_sense_leaves_what_the_device_said_when_it_joined(tmp_path: Path, profile: str) -> None:
     attendance = Attendance()
     about = {"profile": profile, "system": "Android"}
-    attendance.joined([0], ["../../my/phone"], about, b"one", 0.0)
+    attendance.joined([0], ["../../my/phone"], about, 0.0)
     row = pack_profiles([Profile(5e9, 1e-4, 1e6, 1e6, 0.01, 256_000_000, 4)])
     assert write_devices(tmp_path, attendance, ["../../my/phone"], row) == ["my-phone"]
     kind = load_device(str(tmp_path / "devices" / "my-phone.toml"))
@@ -137,8 +137,9 @@ def test_a_device_that_comes_and_goes_for_ever_is_kept_within_bounds() -> None:
     attendance = Attendance()
     for number in range(3 * MOST):
         name = f"device {number}"
-        attendance.joined([number], [name], {"device": name, "profile": "x" * 10**6}, b"%d" % number, float(number))
-        attendance.arrived([number])
+        about = {"device": name, "profile": "x" * 10**6}
+        assert attendance.moved(about, b"%d" % number) == b""
+        attendance.joined([number], [name], about, float(number))
         assert attendance.present == {number}
         attendance.left(number, name, "why not", None, 0, float(number))
         attendance.gone([number])
@@ -151,9 +152,16 @@ def test_a_device_that_comes_and_goes_for_ever_is_kept_within_bounds() -> None:
 
 def test_pods_are_not_real_and_are_not_kept() -> None:
     attendance = Attendance()
-    attendance.joined(range(5), ["e"] * 5, {"kind": "pod"}, b"pod", 0.0)
-    attendance.arrived(range(5))
+    attendance.joined(range(5), ["e"] * 5, {"kind": "pod"}, 0.0)
     assert attendance.count == 5
     assert attendance.left(3, "e", "it left (emulated)", None, 2, 1.0) == ""
     assert (attendance.real, attendance.departures) == (set(), [])
     assert np.array_equal(list(attendance.present), [])
+
+
+def test_a_device_that_comes_by_another_connection_names_the_one_it_had() -> None:
+    attendance, about = Attendance(), {"device": "mine"}
+    assert [attendance.moved(about, connection) for connection in (b"one", b"one", b"two")] == [b"", b"", b"one"]
+    assert attendance.moved(about | {"kind": "pod"}, b"three") == b"", "pods have no device of their own"
+    assert attendance.moved({}, b"four") == b""
+    assert attendance.moved(about, b"five") == b"two"

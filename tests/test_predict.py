@@ -238,6 +238,19 @@ def test_what_becomes_of_plans_in_a_prediction_stays_there() -> None:
     assert run.plan(requests, profiles, everybody) is plans
 
 
+@pytest.mark.parametrize(("absent", "shared"), [([], True), ([29], True), ([0], False), ([3, 29], False)])
+def test_plans_go_over_into_the_run_only_if_devices_have_the_same_numbers_there(
+    absent: list[int], shared: bool
+) -> None:
+    run, shape = Planner(), Shape(1, 64, 32, 48)
+    fleet = ModelledFleet(uniform_fleet("paper", 30, seed=1), run, absent, arithmetic=False)
+    done: SimpleQueue[int] = SimpleQueue()
+    left, right = np.zeros((1, 64, 32), np.float32), np.zeros((1, 48, 32), np.float32)
+    fleet.submit(Product(Operand(left), Operand(right), np.zeros((1, 64, 48), np.float32), lambda: done.put(1)))
+    assert fleet.collect(done) == [1]
+    assert run.knows([Request(shape)]) == shared
+
+
 # ---- one product on one device: exactly the cost model
 
 
