@@ -247,8 +247,9 @@ def _ideal_heights(law: Law, areas: Numbers, length: int, breadth: int, span_s: 
     covered = (
         heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** LONG
     )  # of equals the one nearest to a square
-    best = heights[covered.argmax(axis=0), np.arange(len(areas))]
-    return np.where(best > 0, best, areas / np.maximum(squares, 1e-300))  # less than a row: as if there were more time
+    best: Numbers = heights[covered.argmax(axis=0), np.arange(len(areas))]
+    best[best <= 0] = (areas / np.maximum(squares, 1e-300))[best <= 0]  # less than a row: as if there were more time
+    return best
 
 
 def _dealt(areas: Numbers, teams: int) -> Integers:
