@@ -184,7 +184,7 @@ class Assignments:
         ):
             record = self.devices[device]
             free = overtakes or not (record.urgent or record.background)
-            if free and self._has_credit(record, size) and record.wants(passage, self._now_s):
+            if free and self._has_credit(record, size) and (job.firm or record.wants(passage, self._now_s)):
                 self._take(record, job_id, block)
                 launched.append(block)
                 continue
@@ -223,8 +223,9 @@ class Assignments:
         for block in blocks:
             job.state[block] = IN_FLIGHT
             job.sent_s[block] = self._now_s
-        patience_s = [max(job.expected_s[block], job.patience_s[block]) for block in blocks]
-        self.deadlines.sent([(job_id, block) for block in blocks], devices, self._now_s, patience_s)
+        if not job.firm:
+            patience_s = [max(job.expected_s[block], job.patience_s[block]) for block in blocks]
+            self.deadlines.sent([(job_id, block) for block in blocks], devices, self._now_s, patience_s)
         turn.send.devices.extend(devices)
         turn.send.jobs.extend([job_id] * len(blocks))
         turn.send.blocks.extend(blocks)
@@ -247,7 +248,7 @@ class Assignments:
                 job = self.jobs[job_id]
                 if not self._has_credit(record, job.size_bytes[block]):
                     break
-                if not record.wants(job.passage[block], self._now_s):
+                if not (job.firm or record.wants(job.passage[block], self._now_s)):
                     break  # it will be sent with the next answer: until then what is lost elsewhere may overtake it
                 queue.popleft()
                 self._waiting[device] -= 1
@@ -263,8 +264,8 @@ class Assignments:
         queue = owner.urgent or owner.background
         job_id, block = queue[-1]
         job = self.jobs[job_id]
-        if job.kept[block]:
-            return False  # its owner has, or will have, the slab
+        if job.kept[block] or job.firm:
+            return False  # its owner has, or will have, the slab; or nobody else is to do it
         _, batches, _, rows, _, columns = job.tiles[block].tolist()
         profile, inner = self.profiles[thief : thief + 1], job.shape.inner
         chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])

@@ -120,7 +120,8 @@ class Dispatcher(Assignments):
         for new in submissions:
             if new.job in self.jobs:
                 raise ValueError(f"job {new.job} was submitted twice")
-            self.jobs[new.job] = Job(new.request, new.urgent, new.kept)
+            firm = new.plan is not None and new.plan.firm
+            self.jobs[new.job] = Job(new.request, new.urgent, new.kept, firm=firm)
             if new.plan is not None:
                 if not all(self.devices[device].alive for device in new.plan.device.tolist()):
                     raise ValueError(f"job {new.job}: the plan names a device that is not there")

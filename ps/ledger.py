@@ -37,6 +37,7 @@ class Job:
     expected_s: list[float] = field(default_factory=list)  # from sending to answer, by the model
     patience_s: list[float] = field(default_factory=list)  # at least so much is expected before it is overdue
     open: int = 0  # blocks neither done nor cut up
+    firm: bool = False  # see Plan
 
     @property
     def shape(self) -> Shape:

@@ -52,3 +52,4 @@ class Plan:
     makespan_s: float  # modelled, the first time, when nothing is kept and the fleet is idle
     chunks: Integers | None = None  # [k]: in how many parts its operands come
     ends_s: NDArray[np.float64] | None = None  # [k]: when its device has done all that it has
+    firm: bool = False  # each block is sent as soon as there is credit, and to nobody else while its device lives

@@ -66,7 +66,7 @@ def run_step(server: Server, parts: Sequence[Part], ids: Integers, rng: np.rando
         right = rng.standard_normal((1, part.columns, part.inner), dtype=np.float32)
         fresh = np.ones((len(part.tiles), 2), bool)
         fresh[1:, 1] = part.device[1:] != part.device[:-1]  # one slab of columns a device
-        plan = Plan(part.tiles, ids[part.device], fresh, 0.0)
+        plan = Plan(part.tiles, ids[part.device], fresh, 0.0, firm=True)
         out = np.empty((1, part.rows, part.columns), np.float32)
         products.append(
             Product(Operand(left), Operand(right), out, partial(done.put, 0), f"step {number}", number, plan=plan)

@@ -320,3 +320,29 @@ def test_pieces_that_were_never_sent_are_in_nobodys_way_in_the_records() -> None
     records.finished(0, "product", 1, SHAPE, job.tiles, live.stamps())
     records.finished(1, "product", 1, SHAPE, job.tiles[:1], np.full(1, 5, np.uint64))
     assert records.columns()["sent_s"].tolist() == [0.0, 0.0]
+
+
+def test_of_a_firm_plan_nobody_gets_what_another_is_to_do_while_that_one_lives() -> None:
+    """However slow it looks, and whoever is idle: it is for comparisons."""
+    tiles = np.array([(0, 1, 10 * i, 10, 0, SHAPE.columns) for i in range(6)] + [(0, 1, 60, 4, 0, SHAPE.columns)])
+    plan = Plan(tiles, np.array([0] * 6 + [1]), np.ones((7, 2), bool), 1.0)
+
+    def sent(out: list[object]) -> list[tuple[int, int]]:
+        return [key for i in out if isinstance(i, SendBlocks) for key in zip(i.devices, i.blocks, strict=True)]
+
+    def submitted(firm: bool) -> tuple[Clockwork, list[tuple[int, int]]]:
+        world = Clockwork(*[replace(COMMON, up_bps=1e3)] * 5)  # an answer takes tens of seconds
+        given = Submission(0, Request(SHAPE), True, replace(plan, firm=firm))
+        return world, sent(list(world.dispatcher.handle(JobsSubmitted([given]), world.now_s)))
+
+    assert submitted(firm=False)[1] == [(0, 0), (0, 1), (1, 6)], "otherwise the rest would wait until it is needed"
+    world, first = submitted(firm=True)
+    assert first == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 6)], "as much as it has credit for"
+    assert sent(world.answer(1, 6)) == [], "an idle one takes nothing"
+    assert world.dispatcher.handle(TimePassed(), 1e6) == [], "nothing is overdue"
+    assert sent(world.answer(0, 0)) == [(0, 4)]
+    out = world.dispatcher.handle(DevicesLeft([0]), world.now_s)
+    world.dispatcher.check()
+    others = {device for device, _ in sent(list(out))}
+    assert others, "then it is done all the same"
+    assert others <= {1, 2, 3, 4}
