@@ -102,9 +102,11 @@ class Assignments:
         patience_s: float = 0.0,
     ) -> None:
         """Cut rectangles again, over devices that can do them soon."""
-        made = self._recut(self.jobs[job_id], tiles, RECUT_OVER, avoid)
+        job = self.jobs[job_id]
+        made = self._recut(job, tiles, RECUT_OVER, [avoid]) or self._recut(job, tiles, RECUT_OVER, [])
         if made is not None:
-            self._add(job_id, *made, turn, loss, patience_s, first=True)
+            pieces, owners, fresh, _ = made
+            self._add(job_id, pieces, owners, fresh, turn, loss, [patience_s] * len(owners), first=True)
             return
         if self._suspects:  # better late than never
             self._trust(list(self._suspects))
@@ -116,12 +118,12 @@ class Assignments:
         turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
 
     def _recut(
-        self, job: Job, tiles: list[Integers], most: int, avoid: int
-    ) -> tuple[Integers, Integers, NDArray[np.bool_]] | None:
-        """Tiles, devices and fresh slabs of these rectangles cut again; None if nobody has the memory."""
+        self, job: Job, tiles: list[Integers], most: int, avoid: list[int]
+    ) -> tuple[Integers, Integers, NDArray[np.bool_], Integers] | None:
+        """Tiles, devices and fresh slabs of these rectangles cut again, and which of them each is from; None if nobody
+        has the memory."""
         candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(job.shape.inner)]
-        if len(candidates) > 1:
-            candidates = candidates[candidates != avoid]
+        candidates = candidates[~np.isin(candidates, avoid)]
         if not len(candidates):
             return None
         records = [self.devices[device] for device in candidates.tolist()]
@@ -132,9 +134,9 @@ class Assignments:
         at_it = {device for device, state in zip(job.device, job.state, strict=True) if state in (PENDING, IN_FLIGHT)}
         ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
         profiles = self.profiles[candidates]
-        made, owner = recut(tiles, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
+        made, owner, of = recut(tiles, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
         chunks = chunks_of(made, owner, job.shape, profiles)
-        return made, candidates[owner], fresh_slabs(made, owner, chunks)
+        return made, candidates[owner], fresh_slabs(made, owner, chunks), of
 
     def _add(
         self,
@@ -144,7 +146,7 @@ class Assignments:
         fresh: NDArray[np.bool_],
         turn: Turn,
         loss: int = 0,
-        patience_s: float = 0.0,
+        patience_s: list[float] | None = None,
         first: bool = False,
     ) -> None:
         """New blocks of a job, each for its device: sent if there is credit, queued if not. `patience_s`: they are
@@ -172,7 +174,7 @@ class Assignments:
         job.kept += kept.tolist()
         job.loss += [loss] * len(tiles)
         job.first += [first] * len(tiles)
-        job.patience_s += [patience_s] * len(tiles)
+        job.patience_s += patience_s or [0.0] * len(tiles)
         job.sent_s += [0.0] * len(tiles)
         job.expected_s += [0.0] * len(tiles)
         if loss:

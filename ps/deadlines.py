@@ -1,7 +1,9 @@
 """When a block is overdue: by the cost model, and by how wrong the cost model has been so far.
 
 A block's expected time comes from the model. What it really took, as a multiple of that, is remembered for the latest
-blocks of the whole fleet; overdue is what takes longer than nearly all of them did. No fixed timeout: on a host that
+blocks of the whole fleet; overdue is what takes longer than nearly all of them did, or several times as long as most:
+many may be slow, and would be what is normal. Blocks are compared with blocks that are about as long: a hitch of the
+server makes the shortest ones many times as long, and that says nothing about others. No fixed timeout: on a host that
 makes everything late, nobody is late. Pure: the time comes with every call.
 """
 
@@ -9,24 +11,45 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-REMEMBERED = 2048  # blocks
+REMEMBERED = 2048  # blocks of a length
+AGAIN = 512  # more of them, and what is normal is judged anew
 ENOUGH = 128  # before so many are known nothing is overdue
+OCTAVES = 2  # blocks that differ by less than a factor of two to this are about as long
 QUANTILE = 0.99
 BEYOND = 1.25  # overdue is what takes so many times the quantile
+MOST = 0.75  # of the blocks are normal, whatever the others take
+TAIL = 3.0  # and what takes so many times as long as they do is not
 
 Key = tuple[int, int]  # job, block
 
 
-class Deadlines:
+class _Normal:
+    """How many times as long as expected may a block take?"""
+
     def __init__(self) -> None:
         self.margin = float("inf")
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         self._fresh = 0
+
+    def add(self, ratios: Sequence[float]) -> None:
+        self._ratios.extend(ratios)
+        self._fresh += len(ratios)
+        if self._fresh >= (ENOUGH if self.margin == float("inf") else AGAIN):
+            self._fresh = 0
+            most, nearly_all = np.quantile(np.array(self._ratios), [MOST, QUANTILE]).tolist()
+            self.margin = max(1.0, BEYOND * min(nearly_all, TAIL * most))
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._all = _Normal()
+        self._by_length: dict[int, _Normal] = {}
         # heap of what was sent together, each sorted: its next deadline, a number, which one that is, all
         self._heap: list[tuple[float, int, int, list[tuple[float, int, Key]]]] = []
         self._sequence = itertools.count()
@@ -34,26 +57,32 @@ class Deadlines:
 
     def sent(self, keys: Sequence[Key], devices: Sequence[int], now_s: float, expected_s: Sequence[float]) -> None:
         """These blocks, each to its device."""
-        if self.margin == float("inf"):
+        if self._all.margin == float("inf"):
             self._unjudged += [(key, d, now_s, s) for key, d, s in zip(keys, devices, expected_s, strict=True)]
             return
-        margin = self.margin
         batch = sorted(
-            (now_s + margin * s, device, key) for key, device, s in zip(keys, devices, expected_s, strict=True)
+            (now_s + self.margin(s) * s, device, key) for key, device, s in zip(keys, devices, expected_s, strict=True)
         )
         if batch:
             heapq.heappush(self._heap, (batch[0][0], next(self._sequence), 0, batch))
 
-    def returned(self, ratios: Sequence[float]) -> None:
-        """What blocks took, as multiples of what was expected."""
-        self._ratios.extend(ratios)
-        self._fresh += len(ratios)
-        if self._fresh >= (ENOUGH if self.margin == float("inf") else REMEMBERED // 2):
-            self._fresh = 0
-            self.margin = max(1.0, BEYOND * float(np.quantile(np.array(self._ratios), QUANTILE)))
-            for key, device, now_s, expected_s in self._unjudged:
-                self.sent([key], [device], now_s, [expected_s])
-            self._unjudged.clear()
+    def margin(self, expected_s: float) -> float:
+        """For a block that is expected to take so long. Of lengths of which too little is known: as for all."""
+        alike = self._by_length.get(_length(expected_s))
+        return self._all.margin if alike is None or alike.margin == float("inf") else alike.margin
+
+    def returned(self, ratios: Sequence[float], expected_s: Sequence[float]) -> None:
+        """What blocks took, as multiples of what was expected, and that."""
+        groups: dict[int, list[float]] = {}
+        for ratio, length in zip(ratios, map(_length, expected_s), strict=True):
+            groups.setdefault(length, []).append(ratio)
+        for length, of_length in groups.items():
+            self._by_length.setdefault(length, _Normal()).add(of_length)
+        self._all.add(ratios)
+        if self._unjudged and self._all.margin < float("inf"):
+            unjudged, self._unjudged = self._unjudged, []
+            for key, device, now_s, seconds in unjudged:
+                self.sent([key], [device], now_s, [seconds])
 
     @property
     def next_s(self) -> float:
@@ -70,3 +99,7 @@ class Deadlines:
             if open_(device, key):
                 found.append(key)
         return found
+
+
+def _length(expected_s: float) -> int:
+    return math.frexp(expected_s)[1] // OCTAVES

@@ -85,6 +85,13 @@ class Dispatcher(Assignments):
             return event
         return JobsSubmitted([new if new.plan is not None else replace(new, plan=next(plans)) for new in jobs])
 
+    def plan_ahead(self, now_s: float) -> None:
+        """Have plans ready for what will probably be submitted next. Whoever has a clock asks when blocks are out."""
+        self._now_s = now_s
+        if len(self._able):
+            self._correct_profiles()
+            self._planner.plan_ahead(self.profiles, self._able, self._revised)
+
     def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way in which anything changes."""
         turn = Turn()
@@ -155,7 +162,7 @@ class Dispatcher(Assignments):
             self._add(job, plan.tiles, plan.device, plan.fresh, turn)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
-        accepted, finished, repaired, ratios = [], [], [], []
+        accepted, finished, repaired, ratios, expected_s = [], [], [], [], []
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
             job = self._land(device, job_id, block, answered=True)
             if job is None:
@@ -166,6 +173,7 @@ class Dispatcher(Assignments):
             job.state[block] = DONE
             job.open -= 1
             ratios.append((self._now_s - job.sent_s[block]) / job.expected_s[block])
+            expected_s.append(job.expected_s[block])
             if device in self._slowness.factor:
                 self._slowness.answered(device, ratios[-1])
             if device in self._suspects:
@@ -177,7 +185,7 @@ class Dispatcher(Assignments):
                 repaired.append(job.loss[block])
             if not job.open and not any(orphan[0] == job_id for orphan in self._orphans):
                 finished.append(job_id)
-        self.deadlines.returned(ratios)
+        self.deadlines.returned(ratios, expected_s)
         if accepted:
             turn.out.append(AcceptBlocks(accepted))
         for loss in repaired:
@@ -302,48 +310,66 @@ class Dispatcher(Assignments):
         late = self.deadlines.overdue(
             self._now_s, lambda device, key: key in self.devices[device].in_flight, LATE_A_TURN
         )
-        for key in late:
-            device = self.jobs[key[0]].device[key[1]]
-            if key not in self.devices[device].in_flight or key in self.rescues:
-                continue  # it was rescued together with what is before it
-            if device not in self._suspects and len(self._suspects) < MOST_SUSPECTS * len(self._able):
-                self._suspect(device, turn)
-            if device not in self._suspects:
-                self._rescue(*key, turn)
-                continue
-            for held in sorted(self.devices[device].in_flight, key=lambda held: not self.jobs[held[0]].urgent):
-                if held not in self.rescues:
-                    self._rescue(*held, turn)
+        late = [key for key in late if key not in self.rescues]
+        owners = [self.jobs[job_id].device[block] for job_id, block in late]
+        suspects: list[int] = []
+        for device in dict.fromkeys(owners):
+            few = len(self._suspects) + len(suspects) < MOST_SUSPECTS * (len(self._able) - len(suspects))
+            if few and device not in self._suspects:
+                suspects.append(device)
+        if suspects:
+            self._suspect(suspects, turn)
+        for device in dict.fromkeys(owners):
+            if device in self._suspects:
+                late += self.devices[device].in_flight
+        jobs: dict[int, list[int]] = {}
+        for job_id, block in sorted(dict.fromkeys(late), key=lambda key: not self.jobs[key[0]].urgent):
+            if (job_id, block) not in self.rescues:
+                jobs.setdefault(job_id, []).append(block)
+        for job_id, blocks in jobs.items():
+            self._rescue(job_id, blocks, turn)
 
-    def _suspect(self, device: int, turn: Turn) -> None:
-        """It gets nothing new for a while, and what still waits for it goes to others."""
-        self._suspects[device] = self._now_s + SUSPECTED_S
-        self._able = self._able[self._able != device]
-        record = self.devices[device]
-        waiting = [*record.urgent, *record.background]
+    def _suspect(self, devices: list[int], turn: Turn) -> None:
+        """They get nothing new for a while, and what still waits for them goes to others."""
+        self._suspects |= dict.fromkeys(devices, self._now_s + SUSPECTED_S)
+        self._able = self._able[~np.isin(self._able, devices)]
+        waiting: list[tuple[int, int]] = []
+        for device in devices:
+            record = self.devices[device]
+            waiting += [*record.urgent, *record.background]
+            record.urgent.clear()
+            record.background.clear()
+            record.waiting.clear()
+            self._waiting_total -= int(self._waiting[device])
+            self._waiting[device] = 0
         for job_id, block in waiting:
             self._given_up(job_id, block, turn)
-        record.urgent.clear()
-        record.background.clear()
-        record.waiting.clear()
-        self._waiting_total -= len(waiting)
-        self._waiting[device] = 0
         self._cut(waiting, turn)
 
-    def _rescue(self, job_id: int, block: int, turn: Turn) -> None:
-        """Cut an overdue block over those who would end soonest with it. It goes on, too: the first answer decides."""
-        job, device = self.jobs[job_id], self.jobs[job_id].device[block]
-        if (earlier := self.rescues.block_of((job_id, block))) is not None:
-            self._pieces_win(job_id, earlier, turn)  # the piece is overdue as well: enough of that one
-        made = self._recut(job, [job.tiles[block]], RESCUED_OVER, avoid=device)
-        if made is None or not (made[1] != device).all():  # nobody else: ask again
-            self.deadlines.sent([(job_id, block)], [device], self._now_s, [job.expected_s[block]])
+    def _rescue(self, job_id: int, late: list[int], turn: Turn) -> None:
+        """Cut overdue blocks over those who would end soonest with them. They go on, too: the first answer decides."""
+        job = self.jobs[job_id]
+        for block in late:
+            if (earlier := self.rescues.block_of((job_id, block))) is not None:
+                self._pieces_win(job_id, earlier, turn)  # the piece is overdue as well: enough of that one
+        devices = [job.device[block] for block in late]
+        made = self._recut(job, [job.tiles[block] for block in late], RESCUED_OVER, avoid=devices)
+        if made is None and len(set(devices)) > 1:  # all are late: then by each other
+            for block in late:
+                self._rescue(job_id, [block], turn)
             return
+        expected_s = [job.expected_s[block] for block in late]
+        if made is None:  # nobody else: ask again
+            self.deadlines.sent([(job_id, block) for block in late], devices, self._now_s, expected_s)
+            return
+        tiles, owners, fresh, of = made
         first = len(job.state)
-        self._add(job_id, *made, turn, patience_s=job.expected_s[block], first=True)
-        pieces = list(range(first, len(job.state)))
-        job.open -= len(pieces)  # the late one still counts
-        self.rescues.begin((job_id, block), pieces)
+        patience_s = [expected_s[index] for index in of]
+        self._add(job_id, tiles, owners, fresh, turn, patience_s=patience_s, first=True)
+        job.open -= len(of)  # the late ones still count
+        begins = first + np.searchsorted(of, np.arange(len(late) + 1))
+        for block, begin, end in zip(late, begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+            self.rescues.begin((job_id, block), list(range(begin, end)))
 
     def _decided(self, job_id: int, block: int, turn: Turn) -> None:
         """This block was answered: if it was overdue, its pieces end; if it is a piece, the overdue one does."""

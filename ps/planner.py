@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -35,7 +36,8 @@ SLACK = 1.02
 DEALS = 2  # ways of dealing the fleet to several products; the second one knows how the first one ended
 PACKING_LOSS = 0.02  # of the cells: what the fluid bound promises and rectangles do not keep
 GROWN = 1.05  # a fleet that has grown by more deserves new plans
-SOLVING_S = 0.04  # about what a new plan costs the server (make bench, part e); adapted ones may waste as much in all
+SOLVING_S = 0.025  # a product, about what a new plan costs the server; adapted ones may waste as much in all
+MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait for it
 MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
 MOST_CACHED = 512
 SETTLED = 32  # uses of plans with newcomers in makeshift places, before they are made anew
@@ -52,6 +54,7 @@ class _Cached:
     revision: int  # of the profiles
     wasted_s: float = 0.0  # by ending later than that, in all uses
     uses: int = 0  # since somebody who has joined got a makeshift place in them
+    followed_by: tuple[Request, ...] = ()  # what was asked next, the last time
 
 
 class Planner:
@@ -62,6 +65,7 @@ class Planner:
             raise ValueError(f'the kind of planner is {kind!r}; it must be "packed" or "grid"')
         self.kind = kind
         self._cache: OrderedDict[tuple[Request, ...], _Cached] = OrderedDict()
+        self._latest: tuple[Request, ...] = ()
 
     def __repr__(self) -> str:
         return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
@@ -77,14 +81,38 @@ class Planner:
         has changed, each with the number of its latest change, a later one greater. The requests are ready at the same
         moment and are planned together."""
         key = tuple(requests)
+        if (before := self._cache.get(self._latest)) is not None:
+            before.followed_by = key
+        self._latest = key
+        return self._current(key, profiles, able, revised, used=True)
+
+    def plan_ahead(self, profiles: NDArray[np.void], able: Integers, revised: Mapping[int, int] = NONE_REVISED) -> None:
+        """Have ready what will be asked next, if it is what was asked next the last time: while the devices are at
+        work, planning costs nothing."""
+        latest = self._cache.get(self._latest)
+        if latest is None or latest.followed_by not in self._cache:
+            return
+        if SOLVING_S * len(latest.followed_by) <= MOST_AHEAD_S:
+            with suppress(PlanError):  # who asks will hear of it
+                self._current(latest.followed_by, profiles, able, revised, used=False)
+
+    def _current(
+        self,
+        key: tuple[Request, ...],
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int],
+        used: bool,
+    ) -> list[Plan]:
         revision = max(revised.values(), default=0)
         kept = self._cache.get(key)
         if kept is not None:
             self._cache.move_to_end(key)
-            if kept.revision == revision and self._still_valid(kept, able) and self._worth_keeping(kept, kept.plans):
+            same = kept.revision == revision and self._still_valid(kept, able, used)
+            if same and self._worth_keeping(kept, kept.plans, used):
                 return kept.plans
             changed = [device for device, number in revised.items() if number > kept.revision]
-            if self._adapt(kept, key, profiles, able, np.array(changed, np.int64)):
+            if self._adapt(kept, key, profiles, able, np.array(changed, np.int64), used):
                 kept.revision = revision
                 return kept.plans
         plans = solved(key, profiles, able) if self.kind == "packed" else gridded(key, profiles, able)
@@ -97,7 +125,8 @@ class Planner:
     def remember(self, requests: Sequence[Request], able: Integers, plans: list[Plan], revision: int = 0) -> None:
         """These plans are new; devices with corrections up to that number are as they were when they were made."""
         key, own = tuple(requests), _unchanging(able)
-        self._cache[key] = _Cached(own, own, plans, _ends_s(plans), revision)
+        followed_by = self._cache[key].followed_by if key in self._cache else ()
+        self._cache[key] = _Cached(own, own, plans, _ends_s(plans), revision, followed_by=followed_by)
         self._cache.move_to_end(key)
         if len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)
@@ -109,6 +138,7 @@ class Planner:
         profiles: NDArray[np.void],
         able: Integers,
         changed: Integers,
+        used: bool,
     ) -> bool:
         """Make do with the plans there are, while that is cheap. Devices of which something else is
         known now are taken out of them, and may help wherever somebody is missing."""
@@ -128,21 +158,23 @@ class Planner:
             later = int(np.argmax([plan.makespan_s for plan in plans]))  # those that end last need help most
             plans[later] = welcomed(plans[later], requests[later].shape, joined, profiles)
             kept.uses += 1
-        if not self._worth_keeping(kept, plans):
+        if not self._worth_keeping(kept, plans, used):
             return False
         kept.plans = plans
         kept.able = _unchanging(able)
         return True
 
-    def _worth_keeping(self, kept: _Cached, plans: list[Plan]) -> bool:
-        """To be asked at every use: has it cost less, until now, than making a new one would?"""
-        kept.wasted_s += max(0.0, _ends_s(plans) - kept.ends_s)
-        return kept.wasted_s <= SOLVING_S
+    def _worth_keeping(self, kept: _Cached, plans: list[Plan], used: bool) -> bool:
+        """Has it cost less, with this use, than making a new one would?"""
+        wasted_s = kept.wasted_s + max(0.0, _ends_s(plans) - kept.ends_s)
+        if used:
+            kept.wasted_s = wasted_s
+        return wasted_s <= SOLVING_S * len(plans)
 
-    def _still_valid(self, kept: _Cached, able: Integers) -> bool:
+    def _still_valid(self, kept: _Cached, able: Integers, used: bool) -> bool:
         if kept.able is not able and not np.array_equal(kept.able, able):
             return False
-        kept.uses += kept.uses > 0
+        kept.uses += used and kept.uses > 0
         return kept.uses <= SETTLED
 
 
@@ -165,7 +197,8 @@ def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integ
 def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
     """Plans of products that are ready at the same moment: by teams, or in turn if that is modelled to end sooner."""
     mine = profiles[able]
-    fluids = [_Fluid.of(request, mine) for request in requests]
+    over_all = {request: _Fluid.of(request, mine) for request in dict.fromkeys(requests)}  # many are alike
+    fluids = [over_all[request] for request in requests]
     best: list[Plan] = []
     harder = np.ones(len(requests))  # than the fluid says: whole numbers cost each product something else
     for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
@@ -180,6 +213,8 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
             break
         best = plans
         ends_s = np.array([plan.makespan_s for plan in plans])
+        if ends_s.max() <= SLACK * ends_s.mean():
+            break  # together enough
         harder = harder * ends_s / ends_s.mean()
     return best or [fluid.plan(profiles, able, few=True) for fluid in fluids]
 

@@ -34,10 +34,10 @@ def recut(
     all_s: Numbers,
     ends_s: float,
     most: int,
-) -> tuple[Integers, Integers]:
-    """Tiles that cover the rectangles `lost`, and the index of each tile's device. `sent_s`, `all_s`: [3, devices], for
-    how long their queues are busy with what they were sent, and with all that they have; `ends_s`: when the product
-    ends, but for what was lost; `most`: devices a rectangle."""
+) -> tuple[Integers, Integers, Integers]:
+    """Tiles that cover the rectangles `lost`; the index of each tile's device; and that of its rectangle, in order.
+    `sent_s`, `all_s`: [3, devices], for how long their queues are busy with what they were sent, and with all that they
+    have; `ends_s`: when the product ends, but for what was lost; `most`: devices a rectangle."""
     needed = np.array([float(tile[1] * tile[3] * tile[5]) for tile in lost])
     total, rows, columns = float(needed.sum()), max(int(t[3]) for t in lost), max(int(t[5]) for t in lost)
     few = most * len(lost)
@@ -51,14 +51,15 @@ def recut(
         chosen = chosen[ranking[:few]]  # fewer of them need longer, so each can do more
     share, chosen = share[ranking], chosen[ranking]
     teams = _teams(needed, share)
-    tiles, owner = [], []
+    tiles, owner, counts = [], [], []
     for tile, team in zip(lost, teams, strict=True):
         mine = chosen[team]
         shape = Shape(int(tile[1]), int(tile[3]), inner, int(tile[5]))
         part, place = divided(shape, profiles[mine], np.maximum(share[team], 1.0))
         tiles.append(part + np.array([tile[0], 0, tile[2], 0, tile[4], 0]))
         owner.append(mine[place])
-    return np.concatenate(tiles), np.concatenate(owner)
+        counts.append(len(part))
+    return np.concatenate(tiles), np.concatenate(owner), np.repeat(np.arange(len(lost)), counts)
 
 
 def _shares(

@@ -245,13 +245,14 @@ class Server:
             if self._door is not None:
                 self._door.attend()
             heard_all = self._read()
+            # nobody is late whose answer may have come meanwhile: so this is before anything that takes its time
+            if heard_all and (now_s := self._now_s()) >= max(next_look, self._dispatcher.deadlines.next_s):
+                next_look = now_s + REACTION_S
+                self._handle(TimePassed())
             self._requests.do_one()  # one a turn: answers do not wait for all of them
             for peer in stuck:
                 if peer.identity in self._peers and not self._shipping.drain(peer):
                     self._lose(peer, "its connection is gone")
-            if heard_all and (now_s := self._now_s()) >= max(next_look, self._dispatcher.deadlines.next_s):
-                next_look = now_s + REACTION_S
-                self._handle(TimePassed())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
@@ -430,6 +431,7 @@ class Server:
         self._carry_out(instructions, begun_ns)
         if self._verify:
             self._checking.prepare(numbered)
+        self._dispatcher.plan_ahead(self._now_s())
 
     def _forget_operands(self, operands: list[int]) -> None:
         self._handle(OperandsForgotten(operands))

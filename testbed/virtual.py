@@ -87,7 +87,7 @@ class VirtualFleet:
         self.joined = 0
         self._profiles = profiles
         self._dispatcher = Dispatcher(planner or Planner(), verify)
-        self._dispatcher.deadlines.returned(history)
+        self._dispatcher.deadlines.returned(history, [1.0] * len(history))
         self._devices = Devices(profiles.copy())  # how fast they are; what they have said of themselves stays
 
     def join(self, count: int) -> Outcome:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
 from agent.wire import ANSWER
-from ps.deadlines import BEYOND, ENOUGH, Deadlines
+from ps.deadlines import BEYOND, ENOUGH, TAIL, Deadlines
 from ps.dispatcher import CORRECTED_EVERY_S, SUSPECTED_S, Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -44,7 +44,7 @@ def test_nothing_is_overdue_before_enough_is_known() -> None:
     deadlines = Deadlines()
     deadlines.sent([(0, 0)], [0], now_s=0.0, expected_s=[1.0])
     for _ in range(ENOUGH - 1):
-        deadlines.returned([1.0])
+        deadlines.returned([1.0], [1.0])
     deadlines.sent([(0, 1)], [0], now_s=0.0, expected_s=[1.0])
     assert deadlines.overdue(1e9, anybody, most=10) == []
 
@@ -52,13 +52,30 @@ def test_nothing_is_overdue_before_enough_is_known() -> None:
 def test_overdue_is_what_takes_longer_than_nearly_all_did() -> None:
     deadlines = Deadlines()
     for i in range(ENOUGH):
-        deadlines.returned([3.0 if i % 2 else 2.0])  # a host on which everything takes two or three times as long
-    assert deadlines.margin == BEYOND * 3.0
+        deadlines.returned(
+            [3.0 if i % 2 else 2.0], [2.0]
+        )  # a host on which everything takes two or three times as long
+    assert deadlines.margin(2.0) == BEYOND * 3.0
     deadlines.sent([(0, 0)], [7], now_s=10.0, expected_s=[2.0])
-    assert deadlines.next_s == 10.0 + 2.0 * deadlines.margin
+    assert deadlines.next_s == 10.0 + 2.0 * deadlines.margin(2.0)
     assert deadlines.overdue(deadlines.next_s - 1e-9, anybody, most=10) == []
     assert deadlines.overdue(deadlines.next_s, anybody, most=10) == [(0, 0)]
     assert deadlines.overdue(1e9, anybody, most=10) == [], "it is told once"
+
+
+def test_many_slow_ones_are_not_what_is_normal() -> None:
+    deadlines = Deadlines()
+    deadlines.returned([1.0] * 80 + [10.0] * 20 + [1.0] * 80, [1.0] * 180)
+    assert deadlines.margin(1.0) == BEYOND * TAIL
+
+
+def test_blocks_are_compared_with_blocks_that_are_about_as_long() -> None:
+    """A hitch of 50 ms is nothing to one of a second, and much to one of 10 ms."""
+    deadlines = Deadlines()
+    deadlines.returned([1.05, 6.0] * ENOUGH, [1.0, 0.01] * ENOUGH)
+    assert deadlines.margin(0.9) == deadlines.margin(1.0) == BEYOND * 1.05
+    assert deadlines.margin(0.01) == BEYOND * 6.0
+    assert deadlines.margin(60.0) >= deadlines.margin(0.01), "of such long ones nothing is known: in doubt for them"
 
 
 class Clockwork:
@@ -69,7 +86,7 @@ class Clockwork:
         self.now_s, self.job = 100.0, 0
         self.dispatcher.handle(DevicesJoined(0, pack_profiles(profiles or [COMMON] * 5)), self.now_s)
         for _ in range(ENOUGH):
-            self.dispatcher.deadlines.returned([2.0])
+            self.dispatcher.deadlines.returned([2.0], [1.0])
 
     def submit(self, devices: list[int]) -> list[int]:
         """A product in as many equal parts; its blocks."""
@@ -145,7 +162,7 @@ def test_pieces_of_a_late_block_are_not_late_at_the_first_hitch() -> None:
     patience_s = world.dispatcher.jobs[0].expected_s[0]
     sent_s = world.now_s
     world.late()
-    assert world.dispatcher.deadlines.next_s >= world.now_s + world.dispatcher.deadlines.margin * patience_s
+    assert world.dispatcher.deadlines.next_s >= world.now_s + world.dispatcher.deadlines.margin(patience_s) * patience_s
     assert world.now_s > sent_s
 
 
