@@ -149,9 +149,7 @@ class Planner:
             return False
         joined = np.setdiff1d(able, np.setdiff1d(kept.able, changed, assume_unique=True), assume_unique=True)
         try:
-            plans = [
-                adapted(plan, request, lost, profiles, able) for plan, request in zip(kept.plans, requests, strict=True)
-            ]
+            plans = _adapted_together(kept.plans, requests, lost, profiles, able)
         except PlanError:  # nobody who is left has the memory for some rectangle
             return False
         if self.kind == "packed" and len(joined):
@@ -176,6 +174,21 @@ class Planner:
             return False
         kept.uses += used and kept.uses > 0
         return kept.uses <= SETTLED
+
+
+def _adapted_together(
+    plans: list[Plan], requests: Sequence[Request], lost: Integers, profiles: NDArray[np.void], able: Integers
+) -> list[Plan]:
+    """Each product is helped by its own team and by whoever has nothing to do; nobody helps two of them."""
+    if len(plans) == 1:
+        return [adapted(plans[0], requests[0], lost, profiles, able)]
+    free = np.setdiff1d(able, np.concatenate([plan.device for plan in plans]))
+    found = []
+    for plan, request in zip(plans, requests, strict=True):
+        helpers = np.union1d(np.intersect1d(plan.device, able), free)
+        found.append(adapted(plan, request, lost, profiles, helpers))
+        free = np.setdiff1d(free, found[-1].device, assume_unique=True)
+    return found
 
 
 def _ends_s(plans: list[Plan]) -> float:
