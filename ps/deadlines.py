@@ -63,6 +63,13 @@ class Deadlines:
         batch = sorted(
             (now_s + self.margin(s) * s, device, key) for key, device, s in zip(keys, devices, expected_s, strict=True)
         )
+        self._push(batch)
+
+    def postpone(self, keys: Sequence[Key], devices: Sequence[int], until_s: float) -> None:
+        """These, which were overdue, are not before that."""
+        self._push([(until_s, device, key) for key, device in zip(keys, devices, strict=True)])
+
+    def _push(self, batch: list[tuple[float, int, Key]]) -> None:
         if batch:
             heapq.heappush(self._heap, (batch[0][0], next(self._sequence), 0, batch))
 

@@ -49,6 +49,9 @@ from ps.slowness import Slowness
 
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 LATE_A_TURN = 32  # overdue blocks that are given to others too
+FEW = 4  # devices: if more are late at once, perhaps something between them and us is, and they get a moment more
+GRACE_S = 0.05
+GRACE_AGAIN_S = 1.0  # but not all the time
 RESCUED_OVER = 16  # devices, at most, that an overdue block is cut over
 SUSPECTED_S = 5.0  # whoever is overdue gets nothing new for so long; if it is dead, its connection tells within that
 MOST_SUSPECTS = 0.25  # of the fleet: if more are late, it is not them
@@ -66,6 +69,7 @@ class Dispatcher(Assignments):
         self._slowness = Slowness()
         self._told = np.empty(0, PROFILE)  # what devices said of themselves when they joined
         self._corrected_s = 0.0
+        self._graced_s = -float("inf")  # when so many were late at once that they got a moment more
         self._revised: dict[int, int] = {}  # devices whose profile was corrected -> when, counted
         self._revision = 0
 
@@ -312,6 +316,10 @@ class Dispatcher(Assignments):
         )
         late = [key for key in late if key not in self.rescues]
         owners = [self.jobs[job_id].device[block] for job_id, block in late]
+        if len(set(owners)) > FEW and self._now_s > self._graced_s + GRACE_AGAIN_S:
+            self._graced_s = self._now_s
+            self.deadlines.postpone(late, owners, self._now_s + GRACE_S)
+            return
         suspects: list[int] = []
         for device in dict.fromkeys(owners):
             few = len(self._suspects) + len(suspects) < MOST_SUSPECTS * (len(self._able) - len(suspects))

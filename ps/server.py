@@ -239,7 +239,7 @@ class Server:
             until_look_s = self._clock.wait_s(int(1e9 * look_s)) if look_s < float("inf") else look_s
             timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
             ready = dict(poller.poll(0 if self._requests else int(timeout_s * 1000)))
-            woke = time.perf_counter()
+            woke, woke_s = time.perf_counter(), self._now_s()
             if self._requests.fileno() in ready:
                 self._requests.heard()
             if self._door is not None:
@@ -256,6 +256,8 @@ class Server:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
+            # what this turn kept from us, and those who had to bring it, may take as long again to come
+            next_look = max(next_look, 2 * self._now_s() - woke_s)
             turn_s = time.perf_counter() - woke
             self.totals.busy_s += turn_s
             self.totals.longest_turn_s = max(self.totals.longest_turn_s, turn_s)

@@ -16,7 +16,19 @@ from agent.profile import Profile, pack_profiles
 from emulator.fleet import uniform_fleet
 from ps.adapt import LATER, welcomed
 from ps.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
-from ps.planner import SETTLED, SOLVING_S, Integers, Plan, PlanError, Planner, Request, Shape, adapted
+from ps.planner import (
+    SETTLED,
+    SOLVING_S,
+    Integers,
+    Plan,
+    PlanError,
+    Planner,
+    Request,
+    Shape,
+    _adapted_together,
+    adapted,
+    solved,
+)
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
@@ -319,6 +331,39 @@ def test_a_lost_device_that_stood_alone_is_replaced_by_others() -> None:
     assert set(before.device.tolist()) == {0}
     after = adapted(before, Request(shape), np.array([0]), table, np.arange(1, 51))
     assert_keeps_its_promises(after, shape, fleet, np.arange(1, 51))
+
+
+def test_nobody_helps_two_products_that_are_planned_together() -> None:
+    """Each of them would count on all of his time."""
+    table = uniform_fleet("paper", 200, seed=0, line_share=0.05)
+    requests = [Request(Shape(1, 1000, 64, 1000))] * 4
+    plans = solved(requests, table, np.arange(200))
+    assert len(np.unique(np.concatenate([np.unique(plan.device) for plan in plans]))) == sum(
+        len(np.unique(plan.device)) for plan in plans
+    ), "they have teams"
+    lost = np.concatenate([np.unique(plan.device)[:12] for plan in plans])
+    able = np.setdiff1d(np.arange(200), lost)
+    after = _adapted_together(plans, requests, lost, table, able)
+    for plan in after:
+        assert_keeps_its_promises(plan, requests[0].shape, [Profile(*values) for values in table.tolist()], able)
+    teams = [np.unique(plan.device) for plan in after]
+    assert len(np.unique(np.concatenate(teams))) == sum(map(len, teams))
+
+
+def test_what_follows_is_planned_ahead_and_that_is_no_use_of_it() -> None:
+    table, able, fewer = uniform_fleet("paper", 100, seed=0, line_share=0.05), np.arange(100), np.arange(99)
+    one, two = ([Request(Shape(1, size, 64, 1000))] for size in (900, 1000))
+    planner = Planner()
+    planner.plan_ahead(table, able)  # nothing is known: nothing happens
+    for wanted in (one, two, one):
+        planner.plan(wanted, table, able)
+    before = planner._cache[tuple(two)].plans
+    planner.plan_ahead(table, fewer)
+    ready = planner._cache[tuple(two)]
+    assert 99 in before[0].device
+    assert 99 not in ready.plans[0].device
+    assert ready.wasted_s == 0.0
+    assert planner.plan(two, table, fewer) is ready.plans
 
 
 def test_a_plan_that_has_cost_as_much_as_a_new_one_is_made_anew() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from agent.profile import Profile, pack_profiles
 from agent.wire import ANSWER
 from ps.deadlines import BEYOND, ENOUGH, TAIL, Deadlines
-from ps.dispatcher import CORRECTED_EVERY_S, SUSPECTED_S, Dispatcher
+from ps.dispatcher import CORRECTED_EVERY_S, FEW, GRACE_S, SUSPECTED_S, Dispatcher
 from ps.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -97,7 +97,7 @@ class Clockwork:
         self.dispatcher.check()
         return list(range(len(devices)))
 
-    def late(self) -> SendBlocks:
+    def wait(self) -> list[object]:
         """Time passes until something is overdue."""
         out: list[object] = []
         while not out:  # what has come back since is overdue for nobody
@@ -105,7 +105,10 @@ class Clockwork:
             assert self.now_s < float("inf")
             out += self.dispatcher.handle(TimePassed(), self.now_s)
             self.dispatcher.check()
-        return next(instruction for instruction in out if isinstance(instruction, SendBlocks))
+        return out
+
+    def late(self) -> SendBlocks:
+        return next(instruction for instruction in self.wait() if isinstance(instruction, SendBlocks))
 
     def answer(self, device: int, block: int) -> list[object]:
         out = self.dispatcher.handle(BlocksReturned([device], [self.job], [block]), self.now_s)
@@ -170,9 +173,7 @@ def test_if_the_pieces_are_late_too_others_get_them_and_the_first_one_is_told_to
     world = Clockwork(*[COMMON] * 8)
     world.submit([0])
     pieces = world.late()
-    world.now_s = world.dispatcher.deadlines.next_s
-    out = world.dispatcher.handle(TimePassed(), world.now_s)
-    world.dispatcher.check()
+    out = world.wait()
     assert any(isinstance(i, CancelBlocks) and (0, 0, 0) in zip(i.devices, i.jobs, i.blocks, strict=True) for i in out)
     for device, block in zip(pieces.devices, pieces.blocks, strict=True):
         world.answer(device, block)
@@ -285,6 +286,20 @@ def test_if_many_are_late_it_is_not_them() -> None:
     world.dispatcher.handle(TimePassed(), 1e6)
     world.dispatcher.check()
     assert len(world.dispatcher._able) >= 6
+
+
+def test_if_many_are_late_at_once_they_get_a_moment_more_and_no_second_one() -> None:
+    """A hitch of the host between them and us is over by then."""
+    for many in (FEW, 2 * FEW):
+        world = Clockwork(*[COMMON] * 40)
+        blocks = world.submit(list(range(many)))
+        world.now_s = world.dispatcher.deadlines.next_s
+        out = world.dispatcher.handle(TimePassed(), world.now_s)
+        assert bool(out) == (many == FEW)
+    world.answer(0, blocks[0])
+    world.late()
+    assert world.now_s == world.dispatcher._graced_s + GRACE_S
+    assert set(world.dispatcher._suspects) == set(range(1, many)), "who has answered meanwhile is not late"
 
 
 def test_a_suspect_that_is_lost_does_not_come_back() -> None:
