@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import zmq
 
+from agent.arriving import NONE, arrived_within, descriptor
 from agent.keys import Curve
 from agent.wire import (
     MAX_FRAME_BYTES,
@@ -50,18 +51,20 @@ class Connection:
         curve: Curve | None = None,
         count: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        arrived_within: Callable[[int, float], bool] = arrived_within,
     ) -> None:
         """`join`: what is said first. `receive_ahead`: messages taken off the network before they are asked for, at
         most; 0 is no limit. `curve`: keys of an encrypted line; without them it is plain. `count`: told the bytes of
-        every message."""
+        every message. `arrived_within`: see agent.arriving; it is the kernel's clock that tells."""
         self.endpoint = endpoint
         self.their_version: int | None = None  # of the protocol, where it is not ours
         self._count = count
         self.joined: Welcome | None = None
-        self._clock = clock
+        self._clock, self._arrived_within = clock, arrived_within
         self._heartbeat_s = 2.0  # until the server says otherwise
         self._spoke = self._turned = clock()
         self._silent_s = 0.0  # see beat
+        self._descriptor = NONE  # of the connection over which the latest message came
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the server's credit
         self.socket.setsockopt(zmq.RCVHWM, receive_ahead)
@@ -104,7 +107,7 @@ class Connection:
         except WireError as error:
             log.warning("dropped a message from %s: %s", self.endpoint, error)
             return None
-        self._silent_s = 0.0
+        self._silent_s, self._descriptor = 0.0, descriptor(frames[0])
         match message:
             case Heartbeat():
                 return None
@@ -133,7 +136,8 @@ class Connection:
 
     @property
     def lost(self) -> bool:
-        return self._silent_s > SILENT_AFTER * self._heartbeat_s
+        most_s = SILENT_AFTER * self._heartbeat_s
+        return self._silent_s > most_s and not self._arrived_within(self._descriptor, most_s)
 
     @property
     def turned_away(self) -> bool:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import zmq
 
+from agent.arriving import arrived_within, descriptor
 from agent.clock import Clock
 from agent.connection import SILENT_AFTER
 from agent.keys import Curve
@@ -84,6 +85,7 @@ class OwnConnections:
         self._addresses, self._clock, self._now_s = addresses, clock, now_s
         self._heartbeat_s = 2.0  # until the server says otherwise
         self._silent_s, self._turned_s = 0.0, now_s()  # see agent.connection
+        self._descriptors: dict[int, int] = {}  # of each device's connection
         self._spoke_s: OrderedDict[int, float] = OrderedDict()  # by device, who spoke last comes last
         self._endpoints: list[str] = []  # by device's index
         self._device_at: dict[str, int] = {}  # the other way round, of those that are open
@@ -131,15 +133,13 @@ class OwnConnections:
             self._tell(device, Join(join.profiles[at : at + 1], [label], join.about))
 
     def _answer(self, result: Result) -> None:
-        devices = result.answers["device"]
-        cells = np.concatenate(([0], np.cumsum(result.answers["cells"], dtype=np.int64)))
+        """One by one: on a slow line the first would wait until all have passed."""
+        cells = np.concatenate(([0], np.cumsum(result.answers["cells"], dtype=np.int64))).tolist()
         data = np.asarray(result.data).reshape(-1)
-        for device in dict.fromkeys(devices.tolist()):
-            mine = np.flatnonzero(devices == device)
-            answers = result.answers[mine]
+        for at, device in enumerate(result.answers["device"].tolist()):
+            answers = result.answers[at : at + 1].copy()
             answers["device"] = 0
-            parts = [data[cells[at] : cells[at + 1]] for at in mine.tolist()]
-            self._tell(device, Result(answers, parts[0] if len(parts) == 1 else np.concatenate(parts), result.stamp_ns))
+            self._tell(device, Result(answers, data[cells[at] : cells[at + 1]], result.stamp_ns))
 
     def _tell(self, device: int, message: Message) -> None:
         try:
@@ -174,7 +174,7 @@ class OwnConnections:
         except WireError as error:
             log.warning("dropped a message to %s: %s", self._endpoints[device], error)
             return None
-        self._silent_s = 0.0
+        self._silent_s, self._descriptors[device] = 0.0, descriptor(identity)
         match message:
             case Welcome():
                 self.joined, self._heartbeat_s = message, message.heartbeat_s
@@ -220,6 +220,7 @@ class OwnConnections:
     def _close(self, device: int) -> None:
         self._spoke_s.pop(device, None)
         self._leaving.pop(device, None)
+        self._descriptors.pop(device, None)
         endpoint = self._endpoints[device]
         if self._device_at.get(endpoint) == device:
             del self._device_at[endpoint]
@@ -231,7 +232,8 @@ class OwnConnections:
 
     @property
     def lost(self) -> bool:
-        return self._silent_s > SILENT_AFTER * self._heartbeat_s
+        most_s = SILENT_AFTER * self._heartbeat_s
+        return self._silent_s > most_s and not any(arrived_within(d, most_s) for d in self._descriptors.values())
 
     def close(self, linger_s: float = 0.0) -> None:
         self.socket.close(linger=int(linger_s * 1000))

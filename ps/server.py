@@ -20,6 +20,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from agent.arriving import arrived_within, descriptor
 from agent.clock import Clock, WallClock
 from agent.connection import SILENT_AFTER
 from agent.errors import Failure
@@ -292,7 +293,8 @@ class Server:
                 self._lose(peer, "it was revoked")
                 continue
             peer.silent_beats += heard_all
-            if peer.silent_beats > SILENT_AFTER:
+            patience_s = SILENT_AFTER * self._heartbeat_s
+            if peer.silent_beats > SILENT_AFTER and not arrived_within(peer.descriptor, patience_s):
                 self._lose(peer, "silent")
                 continue
             if peer.outbox:
@@ -312,7 +314,7 @@ class Server:
         try:
             message = decode(frames)
             if peer is not None:
-                peer.silent_beats = 0
+                peer.silent_beats, peer.descriptor = 0, descriptor(frames[0])
             match message:
                 case Result() if peer is not None:
                     self._answered.append((peer, message))

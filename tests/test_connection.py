@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
+from agent.arriving import NONE, arrived_within, descriptor
 from agent.connection import SILENT_AFTER, Connection
 from agent.profile import PROFILE
 from agent.wire import Heartbeat, Join, Welcome, encode, send_frames
@@ -31,7 +34,10 @@ class Line:
         self.server = context.socket(zmq.ROUTER)
         port = self.server.bind_to_random_port("tcp://127.0.0.1")
         join = Join(np.zeros(1, PROFILE), ["one"])
-        self.connection = Connection(context, f"tcp://127.0.0.1:{port}", join, clock=self.clock)
+        self.arrives = False  # parts of a message
+        self.connection = Connection(
+            context, f"tcp://127.0.0.1:{port}", join, clock=self.clock, arrived_within=lambda *_: self.arrives
+        )
         self._identity = self.server.recv_multipart()[0]
         self.say(Welcome(HEARTBEAT_S, "a run"))
 
@@ -69,3 +75,41 @@ def test_time_in_which_this_process_was_stopped_is_not_the_servers_silence(line:
     assert not line.turn(1000 * HEARTBEAT_S)
     assert not any(line.turn(HEARTBEAT_S) for _ in range(SILENT_AFTER - 1))
     assert line.turn(HEARTBEAT_S)
+
+
+def test_a_server_whose_message_is_on_its_way_is_not_silent(line: Line) -> None:
+    """On a slow line it may take longer than silence is borne."""
+    line.arrives = True
+    assert not any(line.turn(HEARTBEAT_S) for _ in range(4 * SILENT_AFTER))
+    line.arrives = False
+    assert line.turn(HEARTBEAT_S)
+
+
+def test_the_kernel_knows_when_bytes_last_came() -> None:
+    """Also if they are only a part of a message, which ZeroMQ does not show."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"\xff" + bytes(7) + b"\1\x7f\3\0" + b"NULL".ljust(52, b"\0"))  # ZMTP 3.0, no security
+        assert len(raw.recv(64, socket.MSG_WAITALL)) == 64
+        ready = b"\5READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+        raw.sendall(bytes([4, len(ready)]) + ready + b"\0\4some")
+        assert router.poll(30_000)
+        connection = descriptor(router.recv_multipart(copy=False)[1])
+        raw.sendall(b"\0\4half"[:-2])
+        assert arrived_within(connection, 60.0)
+        assert not arrived_within(connection, 0.0)
+        assert not router.poll(0), "a part is not shown"
+    context.destroy(linger=0)
+    assert not arrived_within(NONE, 60.0)
+
+
+def test_what_is_no_tcp_connection_says_nothing() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert not arrived_within(one.fileno(), 60.0)
+        assert one.fileno() >= 0, "it was only looked at"
+    with Path(__file__).open() as file:
+        assert not arrived_within(file.fileno(), 60.0)
+        assert file.readline()
