@@ -362,13 +362,14 @@ class Server:
                 return  # its connection broke when it was given blocks of the other one
         labels = [printable(label) for label in message.labels]
         joined = self.roster.enter(peer, labels, message.profiles)
-        new = joined.devices
+        new, begun_ns = joined.devices, self._clock.now_ns()
+        instructions = self._dispatcher.handle(joined, begun_ns / 1e9)  # before anybody hears that they are there
         self.attendance.joined(new, labels, message.about, self._now_s())
         if new[0] in self.attendance.real:
             self.note("real", name=labels[0], device=new[0], kernel=printable(message.about.get("kernel", "")))
         self._shipping.send(peer, Welcome(self._heartbeat_s, self._run))
         self._said_waiting = ""
-        self._handle(joined)
+        self._carry_out(instructions, begun_ns)
 
     def _may_join(self, identity: bytes, key: str, message: Join) -> bool:
         assert self._door is not None, "only a door has keys"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,9 @@ import zmq
 
 from agent.arriving import NONE, arrived_within, descriptor
 from agent.connection import SILENT_AFTER, Connection
-from agent.profile import PROFILE
+from agent.profile import PROFILE, Profile, pack_profiles
 from agent.wire import Heartbeat, Join, Welcome, encode, send_frames
+from ps.server import Server
 
 HEARTBEAT_S = 0.5
 
@@ -113,3 +114,25 @@ def test_what_is_no_tcp_connection_says_nothing() -> None:
     with Path(__file__).open() as file:
         assert not arrived_within(file.fileno(), 60.0)
         assert file.readline()
+
+
+def test_who_is_told_that_devices_are_there_finds_what_is_known_of_them() -> None:
+    server, context = Server(), zmq.Context[zmq.Socket[bytes]]()
+    found: list[tuple[int, int]] = []
+    joined = server.attendance.joined
+
+    def told(ids: Sequence[int], labels: Sequence[str], about: Mapping[str, str], at_s: float) -> None:
+        found.append((len(server.profiles), len(server.labels)))
+        joined(ids, labels, about, at_s)
+
+    server.attendance.joined = told  # type: ignore[method-assign]
+    server.start()
+    try:
+        profile = Profile(1e9, 0.0, 1e7, 1e7, 0.01, 1 << 30, 4)
+        connection = Connection(context, server.address, Join(pack_profiles([profile] * 3), ["a", "b", "c"]))
+        assert server.wait_for_devices(3, 30.0)
+        connection.socket.close(linger=0)
+    finally:
+        server.stop()
+        context.destroy(linger=0)
+    assert found == [(3, 3)]
