@@ -25,6 +25,7 @@ QUANTILE = 0.99
 BEYOND = 1.25  # overdue is what takes so many times the quantile
 MOST = 0.75  # of the blocks are normal, whatever the others take
 TAIL = 3.0  # and what takes so many times as long as they do is not
+MOST_PATIENCE_S = 1.0  # for hitches of the server, one after another
 
 Key = tuple[int, int]  # job, block
 
@@ -110,3 +111,11 @@ class Deadlines:
 
 def _length(expected_s: float) -> int:
     return math.frexp(expected_s)[1] // OCTAVES
+
+
+def after_a_turn_s(free_s: float, woke_s: float, now_s: float) -> float:
+    """When to judge, after a turn of the server from `woke_s` to `now_s`: what it kept from being heard, and those who
+    had to bring that, may take as long again to come. `free_s`: when lateness could be judged last; a server that has
+    no time between its turns judges all the same."""
+    took_s = now_s - woke_s
+    return min(now_s + took_s, free_s + took_s + MOST_PATIENCE_S)

@@ -47,6 +47,7 @@ from ps.access_file import AccessFile
 from ps.answers import Answers
 from ps.attendance import Attendance
 from ps.checking import Checking
+from ps.deadlines import after_a_turn_s
 from ps.dispatcher import Dispatcher
 from ps.door import PASSING, open_router
 from ps.events import (
@@ -234,6 +235,7 @@ class Server:
         for source in (self._requests.fileno(), *(self._door.sockets if self._door else ())):
             poller.register(source, zmq.POLLIN)
         next_beat, next_look = time.monotonic(), self._now_s()
+        free_s = next_look  # when lateness could be judged last
         while not self._stopping:
             stuck = [peer for peer in self._peers.values() if peer.outbox or peer.streams]
             look_s = max(next_look, self._dispatcher.deadlines.next_s)
@@ -241,6 +243,8 @@ class Server:
             timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
             ready = dict(poller.poll(0 if self._requests else int(timeout_s * 1000)))
             woke, woke_s = time.perf_counter(), self._now_s()
+            if woke_s >= next_look:
+                free_s = woke_s
             if self._requests.fileno() in ready:
                 self._requests.heard()
             if self._door is not None:
@@ -257,8 +261,7 @@ class Server:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_s
                 self._beat(heard_all)
-            # what this turn kept from us, and those who had to bring it, may take as long again to come
-            next_look = max(next_look, 2 * self._now_s() - woke_s)
+            next_look = max(next_look, after_a_turn_s(free_s, woke_s, self._now_s()))
             turn_s = time.perf_counter() - woke
             self.totals.busy_s += turn_s
             self.totals.longest_turn_s = max(self.totals.longest_turn_s, turn_s)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from agent.profile import Profile, pack_profiles
 from agent.wire import ANSWER
-from ps.deadlines import BEYOND, ENOUGH, TAIL, Deadlines
+from ps.deadlines import BEYOND, ENOUGH, MOST_PATIENCE_S, TAIL, Deadlines, after_a_turn_s
 from ps.dispatcher import CORRECTED_EVERY_S, FEW, GRACE_S, SUSPECTED_S, Dispatcher
 from ps.events import (
     AcceptBlocks,
@@ -76,6 +77,24 @@ def test_blocks_are_compared_with_blocks_that_are_about_as_long() -> None:
     assert deadlines.margin(0.9) == deadlines.margin(1.0) == BEYOND * 1.05
     assert deadlines.margin(0.01) == BEYOND * 6.0
     assert deadlines.margin(60.0) >= deadlines.margin(0.01), "of such long ones nothing is known: in doubt for them"
+
+
+def test_after_a_hitch_of_its_own_the_server_waits_as_long_before_it_judges() -> None:
+    assert after_a_turn_s(free_s=7.0, woke_s=7.0, now_s=7.25) == 7.5
+    assert after_a_turn_s(free_s=7.0, woke_s=7.0, now_s=10.0) == 11.0, "a long one; not as long again"
+
+
+@pytest.mark.parametrize("turn_s", [0.1, 0.7, 2.0])
+def test_one_hitch_after_another_does_not_keep_it_from_judging(turn_s: float) -> None:
+    woke_s = look_s = free_s = 0.0
+    judged = 0
+    for _ in range(100):
+        if woke_s >= look_s:
+            free_s = woke_s
+            judged += 1
+        look_s = max(look_s, after_a_turn_s(free_s, woke_s, woke_s + turn_s))
+        woke_s += turn_s
+    assert judged >= 100 * turn_s / (MOST_PATIENCE_S + 3 * turn_s)
 
 
 class Clockwork:
