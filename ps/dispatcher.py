@@ -318,7 +318,8 @@ class Dispatcher(Assignments):
         owners = [self.jobs[job_id].device[block] for job_id, block in late]
         if len(set(owners)) > FEW and self._now_s > self._graced_s + GRACE_AGAIN_S:
             self._graced_s = self._now_s
-            self.deadlines.postpone(late, owners, self._now_s + GRACE_S)
+        if self._now_s < self._graced_s + GRACE_S:
+            self.deadlines.postpone(late, owners, self._graced_s + GRACE_S)
             return
         suspects: list[int] = []
         for device in dict.fromkeys(owners):
