@@ -11,23 +11,23 @@ import struct
 
 import zmq
 
-NONE = -1
+NO_CONNECTION = -1
 _LAST_DATA_RECEIVED = 52  # tcpi_last_data_recv, milliseconds, in struct tcp_info of linux/tcp.h
 
 
 def descriptor(frame: zmq.Frame) -> int:
-    """Of the TCP connection that this frame came over; NONE if it was no such connection."""
+    """Of the TCP connection that this frame came over; NO_CONNECTION if it was no such connection."""
     try:
         found = frame.get(zmq.SRCFD)
     except (zmq.ZMQError, ValueError):
-        return NONE
-    return found if isinstance(found, int) else NONE
+        return NO_CONNECTION
+    return found if isinstance(found, int) else NO_CONNECTION
 
 
 def arrived_within(connection: int, seconds: float) -> bool:
     """Have bytes come over it lately? It belongs to ZeroMQ, which may have closed it: it is only looked at. (If its
     number has been given to another connection since, that one is looked at once; nothing is lost by that.)"""
-    if connection == NONE or not hasattr(socket, "TCP_INFO"):
+    if connection == NO_CONNECTION or not hasattr(socket, "TCP_INFO"):
         return False
     try:
         view = socket.socket(fileno=connection)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import zmq
 
-from agent.arriving import NONE, arrived_within, descriptor
+from agent.arriving import NO_CONNECTION, arrived_within, descriptor
 from agent.keys import Curve
 from agent.wire import (
     MAX_FRAME_BYTES,
@@ -64,7 +64,7 @@ class Connection:
         self._heartbeat_s = 2.0  # until the server says otherwise
         self._spoke = self._turned = clock()
         self._silent_s = 0.0  # see beat
-        self._descriptor = NONE  # of the connection over which the latest message came
+        self._descriptor = NO_CONNECTION  # of the connection over which the latest message came
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what waits here is bounded by the server's credit
         self.socket.setsockopt(zmq.RCVHWM, receive_ahead)

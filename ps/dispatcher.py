@@ -50,7 +50,7 @@ from ps.slowness import Slowness
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 LATE_A_TURN = 32  # overdue blocks that are given to others too
 FEW = 4  # devices: if more are late at once, perhaps something between them and us is, and they get a moment more
-GRACE_S = 0.05
+GRACE_S = 0.05  # about as long as a busy host's hitches; chosen by trial, as FEW was
 GRACE_AGAIN_S = 1.0  # but not all the time
 RESCUED_OVER = 16  # devices, at most, that an overdue block is cut over
 SUSPECTED_S = 5.0  # whoever is overdue gets nothing new for so long; if it is dead, its connection tells within that

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.arriving import NONE
+from agent.arriving import NO_CONNECTION
 from agent.wire import Frame
 from ps.operands import Held, Parcel
 
@@ -26,7 +26,7 @@ class Peer:
     about: dict[str, str]
     key: str = ""  # the public key of an encrypted connection; empty: a plain one, from this machine
     silent_beats: int = 0  # heartbeats of ours since its last word
-    descriptor: int = NONE  # of the connection over which that came
+    descriptor: int = NO_CONNECTION  # of the connection over which that came
     ids: list[int] = field(default_factory=list)  # of its devices, by their index in this connection
     index: dict[int, int] = field(default_factory=dict)  # and the other way round
     piece_ids: Iterator[int] = field(default_factory=itertools.count)

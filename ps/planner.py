@@ -36,7 +36,9 @@ SLACK = 1.02
 DEALS = 2  # ways of dealing the fleet to several products; the second one knows how the first one ended
 PACKING_LOSS = 0.02  # of the cells: what the fluid bound promises and rectangles do not keep
 GROWN = 1.05  # a fleet that has grown by more deserves new plans
-SOLVING_S = 0.025  # a product, about what a new plan costs the server; adapted ones may waste as much in all
+# A product, about what a new plan costs the server: 465 devices took 17 ms for one, 49 for three together, 380 for 16.
+# Adapted plans may waste as much in all.
+SOLVING_S = 0.025
 MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait for it
 MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
 MOST_CACHED = 512

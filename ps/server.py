@@ -288,7 +288,9 @@ class Server:
     def _beat(self, heard_all: bool) -> None:
         """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence, which
         counts only if everything that did arrive has been heard, and in beats, not in seconds: after a long turn (this
-        process was stopped, or the machine slept) their words may still be on their way to us."""
+        process was stopped, or the machine slept) their words may still be on their way to us. Nor is anybody silent
+        while bytes of a long message come."""
+        patience_s = SILENT_AFTER * self._heartbeat_s
         revoked = self._door.revoked(peer.key for peer in self._peers.values()) if self._door else set()
         for peer in list(self._peers.values()):
             if peer.key in revoked:
@@ -296,7 +298,6 @@ class Server:
                 self._lose(peer, "it was revoked")
                 continue
             peer.silent_beats += heard_all
-            patience_s = SILENT_AFTER * self._heartbeat_s
             if peer.silent_beats > SILENT_AFTER and not arrived_within(peer.descriptor, patience_s):
                 self._lose(peer, "silent")
                 continue
