@@ -293,15 +293,17 @@ def in_namespace(namespace: int | str, act: Callable[[], T]) -> T:
     return _elsewhere(lambda: enter(namespace), act)
 
 
-def setting(namespace: int | str, key: str) -> int | None:
-    """A number under /proc/sys, as that namespace has it; None if its kernel does not know it."""
+def setting(namespace: int | str | None, key: str) -> str | None:
+    """What stands under /proc/sys, as that namespace (None: the present one) has it; None if its kernel does not know
+    it."""
+    read = Path("/proc/sys", key).read_text
     try:
-        return int(in_namespace(namespace, Path("/proc/sys", key).read_text))
+        return (read() if namespace is None else in_namespace(namespace, read)).strip()
     except FileNotFoundError:
         return None
 
 
-def set_setting(namespace: int | str, key: str, value: int) -> None:
+def set_setting(namespace: int | str, key: str, value: int | str) -> None:
     in_namespace(namespace, lambda: Path("/proc/sys", key).write_text(str(value)))
 
 

@@ -23,18 +23,32 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from ipaddress import IPv4Network
+from pathlib import Path
 from typing import Any
 
 from agent.errors import UserError
 from emulator import netlink, traffic
 from emulator.netlink import Interface, Netlink, NetlinkError
-from emulator.shaping_plan import MODEL_INSTEAD, PREFIX_TAKEN, Leaf, Plan, PodLinks, Side, commands, make_plan, settings
+from emulator.shaping_plan import (
+    CONGESTION_CONTROLS,
+    MODEL_INSTEAD,
+    PREFIX_TAKEN,
+    Leaf,
+    Plan,
+    PodLinks,
+    Side,
+    commands,
+    make_plan,
+    settings,
+)
 
 UNLIMITED_SEGMENTS = 65_535
 DEFAULTS = {"net/ipv4/tcp_limit_output_bytes": 4 << 20, "net/ipv4/tcp_rto_min_us": 200_000}  # Linux's own
 _LOCAL_TABLE, _MAIN_TABLE = 255, 254
 _UNICAST, _LOCAL = 1, 2
-_HOST_SCOPE, _UNIVERSE = 254, 0
+_HOST_SCOPE, _LINK_SCOPE, _UNIVERSE = 254, 253, 0
+_RTO_MIN = 13  # the number of RTAX_RTO_MIN in linux/rtnetlink.h
+_CONGESTION = "net/ipv4/tcp_congestion_control"
 
 
 class ShapingError(UserError):
@@ -210,17 +224,14 @@ class Ends:
         for link, where, message, back in self._routes(plan.patience_s):
             self._do(link, [message], "a route", where, back, undo)
         if inside is not None:
-            for key, value in settings(plan).items():
-                if (was := netlink.setting(inside, key)) is not None:
-                    netlink.set_setting(inside, key, value)
-                    undo.callback(netlink.set_setting, inside, key, was)
+            self._tell_tcp(inside, plan, undo)
         lumps = [(self._inside, inside, self._up, plan.up), (self._outside, outside, self._down, plan.down)]
         if self._bridge is not None:  # the server's route ends there
             lumps.append((self._outside, outside, self._bridge, plan.down))
         for link, where, interface, side in lumps:
-            was = interface.segments
-            if side.segments < was:
-                message, back = (traffic.segments(link, interface.index, n) for n in (side.segments, was))
+            if side.segments < interface.segments:
+                both = (side.segments, interface.segments)
+                message, back = (traffic.segments(link, interface.index, count) for count in both)
                 self._do(link, [message], "its largest lumps", where, back, undo)
         for (link, index, side), where in zip(self._sides(plan), (inside, outside), strict=True):
             name = f"the interface of {self.asked.interface}" if link is self._outside else self.asked.interface
@@ -229,6 +240,19 @@ class Ends:
             for one in side.classes:
                 messages += traffic.device_class(link, index, one, netlink.CREATE | netlink.EXCLUSIVE)
             self._do(link, messages, f"classes on {name}", where, None, undo)
+
+    def _tell_tcp(self, inside: int | str, plan: Plan, undo: ExitStack) -> None:
+        """What the pod's own is to know; of the server's, routes are told."""
+        for key, value in settings(plan).items():
+            if (was := netlink.setting(inside, key)) is not None:
+                netlink.set_setting(inside, key, value)
+                undo.callback(netlink.set_setting, inside, key, was)
+        if (was := netlink.setting(inside, _CONGESTION)) is not None:
+            undo.callback(netlink.set_setting, inside, _CONGESTION, was)
+            for name in CONGESTION_CONTROLS:
+                with suppress(OSError):  # it is not there, or the host keeps it from other namespaces
+                    netlink.set_setting(inside, _CONGESTION, name)
+                    break
 
     def _do(
         self,
@@ -247,26 +271,41 @@ class Ends:
             undo.callback(_send_quietly, where, back)
 
     def _routes(self, patience_s: float = 0.0) -> list[tuple[Netlink, int | str | None, bytes, bytes]]:
-        """The prefix is the pod's own, and the server's side finds it there: message, and what undoes it."""
-        if self.asked.prefix is None:
-            return []
-        prefix = IPv4Network(self.asked.prefix)
-        gateway = self.asked.gateway or self._inside.address(self._up.index)
-        if gateway is None:
-            raise ShapingError(f"{self.asked.interface} has no IPv4 address, so that nobody finds {prefix} behind it")
-        lo = _find(self._inside, "lo", "the pod's namespace").index
-        to = ("RTA_DST", str(prefix.network_address))
-        new = netlink.CREATE | netlink.EXCLUSIVE
-        here = (prefix.prefixlen, _LOCAL, _LOCAL_TABLE, _HOST_SCOPE, to, ("RTA_OIF", lo))
-        there: tuple[Any, ...] = (prefix.prefixlen, _UNICAST, _MAIN_TABLE, _UNIVERSE, to, ("RTA_GATEWAY", gateway))
+        """Where the server's side finds the devices, and what its TCP is to know of the way; a prefix must be the pod's
+        own, too. Message, and what undoes it. `patience_s`: 0, if only that is asked for."""
+        metrics: list[tuple[str, Any]] = []
         if patience_s:
-            there += (("RTA_METRICS", {"attrs": [("RTAX_LOCK", 1 << 13), ("RTAX_RTO_MIN", round(1e3 * patience_s))]}),)
+            told = [
+                ("RTAX_LOCK", 1 << _RTO_MIN),  # or it is taken for a suggestion
+                ("RTAX_RTO_MIN", round(1e3 * patience_s)),
+                ("RTAX_CC_ALGO", _congestion_control()),
+            ]
+            metrics = [("RTA_METRICS", {"attrs": told})]
+        inside, outside = self.asked.namespace, self.asked.server_namespace
+        routes: list[tuple[Netlink, int | str | None, tuple[Any, ...]]]
+        if self.asked.prefix is None:
+            hop = ("RTA_OIF", (self._bridge or self._down).index)
+            routes = [
+                (self._outside, outside, (32, _UNICAST, _MAIN_TABLE, _LINK_SCOPE, ("RTA_DST", to), hop, *metrics))
+                for to, _ in self.asked.devices
+            ]
+        else:
+            prefix = IPv4Network(self.asked.prefix)
+            gateway = self.asked.gateway or self._inside.address(self._up.index)
+            if gateway is None:
+                raise ShapingError(
+                    f"{self.asked.interface} has no IPv4 address, so that nobody finds {prefix} behind it"
+                )
+            lo = _find(self._inside, "lo", "the pod's namespace").index
+            length, dst, via = prefix.prefixlen, ("RTA_DST", str(prefix.network_address)), ("RTA_GATEWAY", gateway)
+            routes = [
+                (self._inside, inside, (length, _LOCAL, _LOCAL_TABLE, _HOST_SCOPE, dst, ("RTA_OIF", lo))),
+                (self._outside, outside, (length, _UNICAST, _MAIN_TABLE, _UNIVERSE, dst, via, *metrics)),
+            ]
+        new = netlink.CREATE | netlink.EXCLUSIVE
         return [
             (link, where, link.route(netlink.NEW_ROUTE, new, *route), link.route(netlink.DELETE_ROUTE, 0, *route))
-            for link, where, route in (
-                (self._inside, self.asked.namespace, here),
-                (self._outside, self.asked.server_namespace, there),
-            )
+            for link, where, route in routes
         ]
 
     def change(self, plan: Plan, known: bool = False) -> None:
@@ -302,6 +341,8 @@ class Ends:
             with suppress(OSError):
                 for key, value in DEFAULTS.items():
                     netlink.set_setting(self.asked.namespace, key, value)
+                if (usual := netlink.setting(None, _CONGESTION)) is not None:
+                    netlink.set_setting(self.asked.namespace, _CONGESTION, usual)
         for link, _, _, back in self._routes():
             with suppress(NetlinkError):
                 link.send([back])
@@ -369,6 +410,9 @@ def _explained(error: NetlinkError, what: str, asked: PodLinks) -> ShapingError:
     match error.errno:
         case errno.EPERM | errno.EACCES:
             return ShapingError(f"{said}; it takes root, or the capability NET_ADMIN; ask for that, {MODEL_INSTEAD}")
+        case errno.EEXIST if what == "a route" and asked.prefix is None:
+            where = asked.devices[0][0]
+            return ShapingError(f"there is a route to {where} already, not made by this run; remove it (ip route del)")
         case errno.EEXIST if what == "a route":
             return PrefixTaken(f"{asked.prefix} is in use already; choose another prefix for the devices")
         case errno.EEXIST:
@@ -376,6 +420,12 @@ def _explained(error: NetlinkError, what: str, asked: PodLinks) -> ShapingError:
         case errno.ENETUNREACH | errno.EHOSTUNREACH:
             return ShapingError(f"{said}; {asked.gateway or asked.interface} is not next to the server's side")
     return ShapingError(f"{said}; {MODEL_INSTEAD[3:]}")
+
+
+def _congestion_control() -> str:
+    """Of the server's side: a route may name any that the kernel has."""
+    there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    return next((name for name in CONGESTION_CONTROLS if name in there), CONGESTION_CONTROLS[-1])
 
 
 def _send_quietly(namespace: int | str | None, message: bytes) -> None:

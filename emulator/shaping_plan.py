@@ -14,6 +14,9 @@ classic BPF program finds all of them. Where the kernel has netem, a leaf under 
 - The queue of a downlink is short, or as long as the line's own buffer if that is known: acknowledgements of uploads
   wait there among the data.
 - TCP takes 0.2 s of silence after the first packets for loss. Where ten packets take longer than that, it is told so.
+- TCP on both sides takes a full queue for a reason to slow down (`CONGESTION_CONTROLS`). BBR, which some hosts have for
+  all connections, goes on: on lines that are idle between messages it lost a fifth of the packets over a bridge, and
+  waited for its timer when one was lost twice.
 - What is not from or to one of the devices' addresses goes past, too.
 - netem alone would let packets overtake each other under jitter; told a rate, it keeps them in order. It is told one
   that is well above the class's, so that it is never the bottleneck.
@@ -51,6 +54,7 @@ OVERTAKEN_BYTES = 48 * 1024  # by so many acknowledged bytes data may be overtak
 QUEUED_BYTES = 4096  # of one connection in the queue of its uplink
 FIRST_PACKETS = 12  # what TCP sends before it knows how fast the line is, and a little
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.2, 30.0  # before TCP repeats what is not acknowledged; the first is Linux's own
+CONGESTION_CONTROLS = ("cubic", "reno")  # the first that the kernel has, and lets us have; the second always is there
 MODEL_INSTEAD = 'or use links.kind = "model", which needs no privileges'
 
 Way = Literal["up", "down"]
@@ -333,11 +337,16 @@ def commands(plan: Plan) -> list[str]:
     inside, outside = _enter(asked.namespace), _enter(asked.server_namespace)
     other = asked.server_interface or f"$(the other end of {asked.interface})"
     lines = []
-    if asked.prefix is not None:
+    told = f"rto_min {round(1e3 * plan.patience_s)}ms congctl {CONGESTION_CONTROLS[0]}"
+    if asked.prefix is None:
+        lines += [f"{outside}ip route add {address} dev $(bridge of {other}) {told}" for address, _ in asked.devices]
+    else:
         gateway = asked.gateway or f"$(address of {asked.interface})"
         lines.append(f"{inside}ip route add local {asked.prefix} dev lo")
-        lines.append(f"{outside}ip route add {asked.prefix} via {gateway} rto_min {round(1e3 * plan.patience_s)}ms")
+        lines.append(f"{outside}ip route add {asked.prefix} via {gateway} {told}")
     lines += [f"{inside}sysctl -w {key.replace('/', '.')}={value}" for key, value in settings(plan).items()]
+    if asked.namespace is not None:
+        lines.append(f"{inside}sysctl -w net.ipv4.tcp_congestion_control={CONGESTION_CONTROLS[0]}")
     return lines + _side_commands(inside, asked.interface, plan.up) + _side_commands(outside, other, plan.down)
 
 

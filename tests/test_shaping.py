@@ -23,7 +23,7 @@ from emulator.link_lab import POD_ADDRESS, PREFIX, SERVER_ADDRESS, LinkLab, link
 from emulator.link_probe import Asked, ProbeServer, measure
 from emulator.netlink import Netlink, in_namespace
 from emulator.shaping import Kernel, PrefixTaken, ShapingError, apply, change, clear, probe
-from emulator.shaping_plan import PodLinks, addresses, class_rate
+from emulator.shaping_plan import CONGESTION_CONTROLS, PodLinks, addresses, class_rate
 from ps.access_file import AccessFile
 from ps.server import Server
 
@@ -61,7 +61,8 @@ def state(lab: LinkLab) -> list[object]:
                 of_it = link.of_interface(netlink.GET_QDISC, one.index)
                 found.append([(m.get_attr("TCA_KIND"), m["handle"], m["parent"]) for m in of_it])
         found.append(in_namespace(namespace, Path("/proc/thread-self/net/fib_trie").read_text))
-        found += [netlink.setting(namespace, f"net/ipv4/{key}") for key in ("tcp_limit_output_bytes", "tcp_rto_min_us")]
+        keys = ("tcp_limit_output_bytes", "tcp_rto_min_us", "tcp_congestion_control")
+        found += [netlink.setting(namespace, f"net/ipv4/{key}") for key in keys]
     return found
 
 
@@ -164,6 +165,27 @@ def test_rates_both_ways_are_what_was_asked_for_from_two_to_one_to_twenty_to_one
         assert got.up_bps == pytest.approx(one.up_bps, rel=0.05)
 
 
+@pytest.mark.parametrize("own_address", [False, True])
+def test_whatever_the_host_prefers_tcp_slows_down_where_a_queue_is_full(lab: LinkLab, own_address: bool) -> None:
+    pod = pod_links(lab, PLAIN)
+    if own_address:
+        pod = PodLinks(lab.pod_interface, ((POD_ADDRESS, PLAIN),), lab.pod, None, lab.server)
+    before = state(lab)
+    apply([pod], GOOD)
+    with in_namespace(lab.server, listening) as server, in_namespace(lab.pod, socket.socket) as device:
+        device.bind((pod.devices[0][0], 0))
+        device.connect(server.getsockname())
+        with server.accept()[0] as connection:
+            used = [
+                end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+                for end in (connection, device)
+            ]
+    assert used[0] == "cubic"
+    assert used[1] in CONGESTION_CONTROLS
+    clear([pod])
+    assert state(lab) == before
+
+
 def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
     lab: LinkLab, start: Start, tmp_path: Path
 ) -> None:
@@ -227,6 +249,16 @@ def test_an_interface_that_somebody_else_shapes_is_left_alone_and_the_other_end_
     before = state(lab)
     with pytest.raises(ShapingError, match="not made by this run"):
         apply([pod_links(lab, PLAIN)], GOOD)
+    assert state(lab) == before
+
+
+def test_somebody_else_s_route_to_a_device_stays(lab: LinkLab) -> None:
+    with Netlink(lab.server) as link:
+        theirs = (("RTA_DST", POD_ADDRESS), ("RTA_OIF", link.interfaces()[lab.server_interface].index))
+        link.send([link.route(netlink.NEW_ROUTE, netlink.CREATE | netlink.EXCLUSIVE, 32, 1, 254, 253, *theirs)])
+    before = state(lab)
+    with pytest.raises(ShapingError, match=f"a route to {POD_ADDRESS} already"):
+        apply([PodLinks(lab.pod_interface, ((POD_ADDRESS, PLAIN),), lab.pod, None, lab.server)], GOOD)
     assert state(lab) == before
 
 

@@ -285,13 +285,21 @@ def test_json_that_does_not_add_up_is_refused(told: dict[str, object]) -> None:
 def test_a_dry_run_says_every_command_with_its_figures() -> None:
     pod = PodLinks("eth0", (("10.9.0.2", FULL),), 4711, "10.9.0.0/16", None, "veth7", "172.18.0.2")
     lines = commands(make_plan(pod, netem=True))
-    assert lines[:3] == [
+    assert lines[:4] == [
         "nsenter -t 4711 -n ip route add local 10.9.0.0/16 dev lo",
-        "ip route add 10.9.0.0/16 via 172.18.0.2 rto_min 200ms",
+        "ip route add 10.9.0.0/16 via 172.18.0.2 rto_min 200ms congctl cubic",
         "nsenter -t 4711 -n sysctl -w net.ipv4.tcp_limit_output_bytes=4096",
+        "nsenter -t 4711 -n sysctl -w net.ipv4.tcp_congestion_control=cubic",
     ]
     rate = 8 * round(1e6 / 8 / HEADER_SHARE)
     assert any(f"-n tc class add dev eth0 parent 1: classid 1:2 htb rate {rate}bit burst " in line for line in lines)
     assert any(
         line.startswith("tc qdisc add dev veth7 parent 1:2 handle 2: netem delay 30ms 5ms loss 1%") for line in lines
+    )
+
+
+def test_a_device_with_its_interface_s_address_has_a_route_of_its_own() -> None:
+    pod = PodLinks("eth0", (("10.9.0.2", FULL),), 4711, None, None, "veth7")
+    assert commands(make_plan(pod, netem=False))[0] == (
+        "ip route add 10.9.0.2 dev $(bridge of veth7) rto_min 200ms congctl cubic"
     )
