@@ -15,7 +15,7 @@ from ps.deadlines import Deadlines
 from ps.events import JobWaits
 from ps.ledger import CUT, IN_FLIGHT, PENDING, REACTION_S, Device, Job, Turn
 from ps.pipeline import chunks_of, fresh_slabs, rectangles
-from ps.planner import Integers
+from ps.planner import Integers, Level
 from ps.recut import recut
 from ps.slabs import KeptSlabs
 from ps.stages import alone_s
@@ -23,6 +23,7 @@ from ps.stages import alone_s
 RECUT_OVER = 64  # a lost rectangle is cut over at most so many of those who would end soonest with it
 THEFTS_A_TURN = 32
 NOBODY = "no device is there"
+NONE: Integers = np.empty(0, np.int64)
 
 
 class Assignments:
@@ -37,6 +38,9 @@ class Assignments:
         self._overtaken: set[int] = set()  # suspects to whom others were faster
         self._waiting = np.empty(0, np.int64)  # length of each device's queues
         self._waiting_total = 0
+        self._ahead: tuple[Level, ...] = ()  # what will be submitted before the pass ends
+        self._apart: dict[int, Integers] = {}  # jobs that nobody waits for before that -> their devices
+        self._busy_apart = NONE  # all of these, each once
         self._slabs = KeptSlabs()
         self._losses: dict[int, int] = {}  # loss of devices -> blocks that are still to be done again
         self._orphans: list[tuple[int, Integers, int]] = []  # rectangles that no device could take yet; their loss
@@ -46,6 +50,15 @@ class Assignments:
             del self._suspects[device]
             self._overtaken.discard(device)
         self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
+
+    def _set_apart(self, job_id: int, devices: Integers) -> None:
+        """These devices do this job, beside all others, until it ends."""
+        self._apart[job_id] = devices
+        self._busy_apart = np.union1d(self._busy_apart, devices)
+
+    def _end_apart(self, job_id: int) -> None:
+        if self._apart.pop(job_id, None) is not None:
+            self._busy_apart = np.unique(np.concatenate(list(self._apart.values()) or [NONE]))
 
     def _end(self, job_id: int, block: int, turn: Turn) -> None:
         """Nobody needs this block any more, wherever it is."""
@@ -124,6 +137,9 @@ class Assignments:
         has the memory."""
         candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(job.shape.inner)]
         candidates = candidates[~np.isin(candidates, avoid)]
+        if self._ahead and not job.urgent:  # the others have other things to do, soon
+            apart = candidates[np.isin(candidates, self._busy_apart)]
+            candidates = apart if len(apart) else candidates
         if not len(candidates):
             return None
         records = [self.devices[device] for device in candidates.tolist()]
@@ -261,7 +277,13 @@ class Assignments:
 
     def _steal(self, thief: int) -> bool:
         """Move the last block of the longest queue to an idle device that would return it sooner."""
-        victim = int(self._waiting.argmax())
+        waiting = self._waiting
+        if self._ahead and self._apart:  # soon there will be something else for the thief
+            waiting = waiting.copy()
+            waiting[self._busy_apart] = 0
+        victim = int(waiting.argmax())
+        if not waiting[victim]:
+            return False
         owner, taker = self.devices[victim], self.devices[thief]
         queue = owner.urgent or owner.background
         job_id, block = queue[-1]

@@ -19,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from agent.errors import UserError
 from ps.layerdrop import LayersStay, never_drops
+from ps.plans import Level, Request, Shape
 
 aten = torch.ops.aten
 # operation -> positions of its left and right factor
@@ -58,6 +59,11 @@ class Program:
     users: tuple[tuple[int, ...], ...]
     output: int
     index: dict[fx.Node, int]
+    ahead: tuple[tuple[Level, ...], ...] = ()  # of a backward pass: what is still to come, by `behind`
+
+    def to_come(self, behind: int) -> tuple[Level, ...]:
+        """After products that so many wait for; nothing, if that is not known."""
+        return self.ahead[behind] if behind < len(self.ahead) else ()
 
 
 Runner = Callable[[Program, list[Any]], Sequence[Any]]
@@ -139,7 +145,42 @@ def prepare(name: str, module: fx.GraphModule) -> Program:
         for i, node in enumerate(fx_nodes)
     )
     placeholders = tuple(i for i, node in enumerate(fx_nodes) if node.op == "placeholder")
-    return Program(name, module, nodes, placeholders, tuple(tuple(u) for u in users), len(fx_nodes) - 1, index)
+    ahead = _levels_ahead(nodes) if name == "backward" else ()
+    return Program(name, module, nodes, placeholders, tuple(tuple(u) for u in users), len(fx_nodes) - 1, index, ahead)
+
+
+def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
+    """For every number of products that may be behind one: the levels that come after it. What nobody waits for is
+    ready with the level after the last product that it needs."""
+    urgent: dict[int, list[Request]] = {}
+    patient: dict[int, list[Request]] = {}
+    top = max((node.behind for node in nodes if node.product), default=0)
+    ready: list[int] = []  # with which level
+    for node in nodes:
+        ready.append(
+            min((ready[i] if nodes[i].product is None else nodes[i].behind - 1 for i in node.inputs), default=top)
+        )
+        if node.product is not None:
+            shape = _product_shape(node)
+            if shape is None:
+                return ()
+            of = urgent if node.behind else patient
+            of.setdefault(node.behind or max(0, ready[-1]), []).append(Request(shape))
+    levels = [Level(tuple(urgent.get(number, ())), tuple(patient.get(number, ()))) for number in range(top + 1)]
+    return tuple(
+        tuple(level for level in reversed(levels[:number]) if level.urgent or level.patient)
+        for number in range(top + 1)
+    )
+
+
+def _product_shape(node: Node) -> Shape | None:
+    """None if the graph does not say."""
+    assert node.product is not None
+    left, right = (getattr(node.fx_node.args[at], "meta", {}).get("val") for at in node.product)
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return None
+    *batch, rows, inner = left.shape
+    return Shape(int(batch[0]) if batch else 1, int(rows), int(inner), int(right.shape[-1]))
 
 
 def _values(node: fx.Node) -> int:

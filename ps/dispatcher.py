@@ -43,7 +43,7 @@ from ps.events import (
 )
 from ps.invariants import check
 from ps.ledger import CUT, DONE, Device, Job, Turn, whole
-from ps.planner import PlanError, Planner
+from ps.planner import Level, Plan, PlanError, Planner, Question
 from ps.rescues import Rescues
 from ps.slowness import Slowness
 
@@ -82,19 +82,20 @@ class Dispatcher(Assignments):
         if not open_ or not len(self._able):
             return event
         self._correct_profiles()
-        requests = [new.request for new in open_]
+        question = _question(open_, event.ahead)
         try:
-            plans = iter(self._planner.plan(requests, self.profiles, self._able, self._revised))
+            plans = iter(self._plans(question))
         except PlanError:
             return event
-        return JobsSubmitted([new if new.plan is not None else replace(new, plan=next(plans)) for new in jobs])
+        planned = [new if new.plan is not None else replace(new, plan=next(plans)) for new in jobs]
+        return replace(event, jobs=planned)
 
     def plan_ahead(self, now_s: float) -> None:
         """Have plans ready for what will probably be submitted next. Whoever has a clock asks when blocks are out."""
         self._now_s = now_s
         if len(self._able):
             self._correct_profiles()
-            self._planner.plan_ahead(self.profiles, self._able, self._revised)
+            self._planner.plan_ahead(self.profiles, self._able, self._revised, self._busy_apart)
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way in which anything changes."""
@@ -103,8 +104,8 @@ class Dispatcher(Assignments):
         match event:
             case BlocksReturned():
                 self._returned(event, turn)
-            case JobsSubmitted(jobs=jobs):
-                self._submitted(jobs, turn)
+            case JobsSubmitted():
+                self._submitted(event, turn)
             case DevicesJoined():
                 self._joined(event, turn)
             case DevicesLeft(devices=devices):
@@ -127,8 +128,9 @@ class Dispatcher(Assignments):
 
     # ---- events
 
-    def _submitted(self, submissions: list[Submission], turn: Turn) -> None:
-        for new in submissions:
+    def _submitted(self, event: JobsSubmitted, turn: Turn) -> None:
+        self._ahead = event.ahead
+        for new in event.jobs:
             if new.job in self.jobs:
                 raise ValueError(f"job {new.job} was submitted twice")
             firm = new.plan is not None and new.plan.firm
@@ -136,34 +138,49 @@ class Dispatcher(Assignments):
             if new.plan is not None:
                 if not all(self.devices[device].alive for device in new.plan.device.tolist()):
                     raise ValueError(f"job {new.job}: the plan names a device that is not there")
-                self._add(new.job, new.plan.tiles, new.plan.device, new.plan.fresh, turn)
-        self._plan_together([new.job for new in submissions if new.plan is None], turn)
+                self._begin(new.job, new.plan, turn)
+        self._plan_together([new for new in event.jobs if new.plan is None], turn)
 
-    def _plan_together(self, jobs: list[int], turn: Turn) -> None:
+    def _begin(self, job: int, plan: Plan, turn: Turn) -> None:
+        if self._ahead and not self.jobs[job].urgent:
+            self._set_apart(job, plan.device)
+        self._add(job, plan.tiles, plan.device, plan.fresh, turn)
+
+    def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Whole products over the whole fleet, those first that somebody waits for."""
-        jobs.sort(key=lambda job: not self.jobs[job].urgent)
-        if not jobs:
+        submissions = sorted(submissions, key=lambda new: not new.urgent)
+        if not submissions:
             return
         try:
             if not len(self._able):
                 raise PlanError(NOBODY)
             self._correct_profiles()
-            requests = [self.jobs[job].request for job in jobs]
-            plans = self._planner.plan(requests, self.profiles, self._able, self._revised)
+            question = _question(submissions, self._ahead)
+            plans = self._plans(question)
         except PlanError as error:
             if self._suspects:  # better late than never
                 self._trust(list(self._suspects))
-                self._plan_together(jobs, turn)
+                self._plan_together(submissions, turn)
                 return
-            if len(jobs) > 1:  # some of them may be possible
-                for job in jobs:
-                    self._plan_together([job], turn)
+            if len(submissions) > 1:  # some of them may be possible
+                for new in submissions:
+                    self._plan_together([new], turn)
                 return
-            self._orphans.append((jobs[0], whole(self.jobs[jobs[0]].shape), 0))
-            turn.out.append(JobWaits(jobs[0], str(error)))
+            job = submissions[0].job
+            self._orphans.append((job, whole(self.jobs[job].shape), 0))
+            turn.out.append(JobWaits(job, str(error)))
             return
-        for job, plan in zip(jobs, plans, strict=True):
-            self._add(job, plan.tiles, plan.device, plan.fresh, turn)
+        for new, plan in zip(submissions, plans, strict=True):
+            self._begin(new.job, plan, turn)
+
+    def _plans(self, question: Question) -> list[Plan]:
+        """By those who have nothing to do beside the pass; by all, if the others cannot."""
+        try:
+            return self._planner.plan(question, self.profiles, self._able, self._revised, self._busy_apart)
+        except PlanError:
+            if not len(self._busy_apart):
+                raise
+            return self._planner.plan(question, self.profiles, self._able, self._revised)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired, ratios, expected_s = [], [], [], [], []
@@ -203,6 +220,7 @@ class Dispatcher(Assignments):
 
     def _finish(self, job_id: int, turn: Turn) -> None:
         del self.jobs[job_id]
+        self._end_apart(job_id)
         turn.out.append(JobFinished(job_id))
 
     def _recovered(self, loss: int, turn: Turn) -> None:
@@ -264,7 +282,8 @@ class Dispatcher(Assignments):
         orphans, self._orphans = self._orphans, []
         for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
             if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
-                self._plan_together([job_id], turn)
+                job = self.jobs[job_id]
+                self._plan_together([Submission(job_id, job.request, job.urgent, None, job.operands)], turn)
             else:
                 self._place(job_id, list(tile), turn, loss=loss)
                 if loss:
@@ -434,3 +453,8 @@ class Dispatcher(Assignments):
     def check(self) -> None:
         """Raise InvariantBroken if the state contradicts the promises at the top of this file. Slow: for tests."""
         check(self)
+
+
+def _question(submissions: list[Submission], ahead: tuple[Level, ...]) -> Question:
+    """Of submissions in the order in which they are planned: first those that are urgent."""
+    return Question(tuple(new.request for new in submissions), sum(not new.urgent for new in submissions), ahead)

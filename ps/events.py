@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planner import Plan, Request
+from ps.planner import Level, Plan, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class JobsSubmitted:
-    """Products that are ready at the same moment: planned together."""
+    """Products that are ready at the same moment: planned together. `ahead`: what will be submitted before the pass
+    ends; until then nobody waits for those that are not urgent."""
 
     jobs: list[Submission]
+    ahead: tuple[Level, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

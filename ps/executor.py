@@ -6,7 +6,8 @@ needed. Values are dropped after their last use.
 Products that become ready together go out together and are planned together: m products that share the fleet end about
 sqrt(m) times sooner than one after the other, since larger rectangles have less perimeter to download. For the same
 reason a product of the backward pass is held back while others are under way for which more products wait, one after
-another: weight gradients, for which nobody waits, go out last, in one group.
+another. Weight gradients, for which nobody waits, go out last, in one group; or, if the engine can do them beside the
+rest (`early`), together with the next product that is urgent, and with what it has to know for that: what is to come.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import fx
 from ps.capture import Node, Program, aten
 from ps.jobs import Product
 from ps.operands import Operand
+from ps.plans import Level
 
 SHELF_BYTES = 1 << 30  # operands held back, at most
 
@@ -33,7 +35,10 @@ SHELF_BYTES = 1 << 30  # operands held back, at most
 class Engine(Protocol):
     """Whatever computes products: the server and its devices, or a model of them."""
 
-    def submit(self, *products: Product) -> None: ...
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
+        """Products that are ready at the same moment. `ahead`: what will be submitted before anybody waits for those
+        that are not urgent."""
+        ...
 
     def forget(self, operands: Sequence[Operand]) -> None: ...
 
@@ -53,8 +58,10 @@ class Spent:
 
 
 class Executor:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, early: bool = False) -> None:
+        """`early`: products that nobody waits for go out beside the others."""
         self.engine = engine
+        self._early = early
         self.step = 0
         self.spent = Spent()
         self._rehearsing = False
@@ -117,9 +124,9 @@ class Executor:
             finish(index)
         while unfinished:
             if not ready or ready[0][0]:
-                group = _next_group(program, waiting, outputs.keys() - waiting.keys())
+                group, ahead = _next_group(program, waiting, outputs.keys() - waiting.keys(), self._early)
                 if group:
-                    self.engine.submit(*(waiting.pop(index) for index in group))
+                    self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
             if not ready:
                 finished = self._collect(done)
                 for index in finished:
@@ -185,13 +192,20 @@ class Executor:
         return finished
 
 
-def _next_group(program: Program, waiting: Mapping[int, Product], under_way: Collection[int]) -> list[int]:
+def _next_group(
+    program: Program, waiting: Mapping[int, Product], under_way: Collection[int], early: bool
+) -> tuple[list[int], tuple[Level, ...]]:
     """Those that most products wait for, one after another. The others would only take devices from them: they wait
-    until as many wait for them as for any other, or until there is too much of them."""
-    if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
-        return list(waiting)
+    until as many wait for them as for any other, or until there is too much of them. `early`: but those that nobody
+    waits for go with them, if it is known what is to come."""
     most = max((program.nodes[index].behind for index in (*waiting, *under_way)), default=0)
-    return [index for index in waiting if program.nodes[index].behind == most]
+    group = [index for index in waiting if program.nodes[index].behind == most]
+    ahead = program.to_come(most) if early and group else ()
+    if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
+        group = list(waiting)
+    elif ahead:
+        group += [index for index in waiting if not program.nodes[index].behind]
+    return group, ahead
 
 
 def _storage(tensor: torch.Tensor) -> int:

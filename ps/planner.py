@@ -1,8 +1,9 @@
 """Products + fleet -> plans: rectangles that tile each output exactly, each with its device.
 
 Products that are ready at the same moment share the fleet: each gets a team, and all end together, which is better than
-one after another, because a larger rectangle has more cells for what must be downloaded. Each team packs its product
-(ps/packing.py) under the law of the running system (ps/pipeline.py).
+one after another, because a larger rectangle has more cells for what must be downloaded. What nobody waits for before
+the pass ends gets a team that ends it then (ps/passes.py). Each team packs its product (ps/packing.py) under the law of
+the running system (ps/pipeline.py).
 
 A plan is kept while the fleet stays the same and adapted (ps/adapt.py) when devices are lost, join or turn out to be
 slower, until what that has cost, by the model, is as much as making a new one.
@@ -21,20 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.adapt import adapted, welcomed
-from ps.cost import Integers, Numbers
-from ps.grid import able_devices, grid_plan
-from ps.law import Areas, Law, least_span
-from ps.packing import packed
-from ps.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_laws
-from ps.plans import Plan, PlanError, Request, Shape
+from ps.cost import Integers
+from ps.fluid import SLACK, Fluid, deal
+from ps.grid import grid_plan
+from ps.passes import teams
+from ps.plans import Level, Plan, PlanError, Request, Shape
 
-__all__ = ["Integers", "Plan", "PlanError", "Planner", "Request", "Shape", "adapted"]
+__all__ = ["Integers", "Level", "Plan", "PlanError", "Planner", "Question", "Request", "Shape", "adapted"]
 
-# Using every device for a product costs bytes and messages and saves little: among teams that are modelled to end
-# within this factor of the best, the smallest is taken.
-SLACK = 1.02
 DEALS = 2  # ways of dealing the fleet to several products; the second one knows how the first one ended
-PACKING_LOSS = 0.02  # of the cells: what the fluid bound promises and rectangles do not keep
 GROWN = 1.05  # a fleet that has grown by more deserves new plans
 # A product, about what a new plan costs the server: 465 devices took 17 ms for one, 49 for three together, 380 for 16.
 # Adapted plans may waste as much in all.
@@ -43,8 +39,42 @@ MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait
 MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
 MOST_CACHED = 512
 SETTLED = 32  # uses of plans with newcomers in makeshift places, before they are made anew
+STILL_THERE = 0.9  # of a team for what is patient
 NONE_REVISED: Mapping[int, int] = MappingProxyType({})
-TEAM_PRECISION = 1e-3  # of T; whole devices are dealt, which is coarser
+
+
+NOBODY: Integers = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Products that are ready at the same moment, first those that are urgent. `patient`: so many, the last ones, are
+    not needed before the pass ends, to which there are these levels to go."""
+
+    requests: tuple[Request, ...]
+    patient: int = 0
+    ahead: tuple[Level, ...] = ()
+
+    @classmethod
+    def of(cls, asked: Sequence[Request] | Question) -> Question:
+        return asked if isinstance(asked, Question) else cls(tuple(asked))
+
+    @property
+    def urgent(self) -> int:
+        return len(self.requests) - self.patient
+
+    @property
+    def level(self) -> Level:
+        return Level(self.requests[: self.urgent], self.requests[self.urgent :])
+
+    @property
+    def apart(self) -> bool:
+        """Whether what is patient is done beside the rest."""
+        return bool(self.patient and self.urgent and self.ahead)
+
+    def hurried(self, plans: list[Plan]) -> list[Plan]:
+        """The plans of those that somebody waits for first."""
+        return plans[: self.urgent] if self.apart else plans
 
 
 @dataclass(slots=True)
@@ -56,7 +86,7 @@ class _Cached:
     revision: int  # of the profiles
     wasted_s: float = 0.0  # by ending later than that, in all uses
     uses: int = 0  # since somebody who has joined got a makeshift place in them
-    followed_by: tuple[Request, ...] = ()  # what was asked next, the last time
+    followed_by: Question | None = None  # what was asked next, the last time
 
 
 class Planner:
@@ -66,77 +96,110 @@ class Planner:
         if kind not in ("packed", "grid"):
             raise ValueError(f'the kind of planner is {kind!r}; it must be "packed" or "grid"')
         self.kind = kind
-        self._cache: OrderedDict[tuple[Request, ...], _Cached] = OrderedDict()
-        self._latest: tuple[Request, ...] = ()
+        self._cache: OrderedDict[Question, _Cached] = OrderedDict()
+        self._latest: Question | None = None
+        self._teams: dict[tuple[Level, ...], Integers] = {}  # by what is ahead: who does what is patient beside it
 
     def __repr__(self) -> str:
         return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
 
     def plan(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | Question,
         profiles: NDArray[np.void],
         able: Integers,
         revised: Mapping[int, int] = NONE_REVISED,
+        busy: Integers = NOBODY,
     ) -> list[Plan]:
         """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revised`: devices whose profile
-        has changed, each with the number of its latest change, a later one greater. The requests are ready at the same
-        moment and are planned together."""
-        key = tuple(requests)
-        if (before := self._cache.get(self._latest)) is not None:
-            before.followed_by = key
-        self._latest = key
-        return self._current(key, profiles, able, revised, used=True)
+        has changed, each with the number of its latest change, a later one greater; `busy`: ids that are at work beside
+        all this, and are to be left alone. The requests are ready at the same moment and are planned together."""
+        question = Question.of(requests)
+        if self._latest is not None and (before := self._cache.get(self._latest)) is not None:
+            before.followed_by = question
+        self._latest = question
+        return self._current(question, profiles, able, revised, busy, used=True)
 
-    def plan_ahead(self, profiles: NDArray[np.void], able: Integers, revised: Mapping[int, int] = NONE_REVISED) -> None:
+    def plan_ahead(
+        self,
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int] = NONE_REVISED,
+        busy: Integers = NOBODY,
+    ) -> None:
         """Have ready what will be asked next, if it is what was asked next the last time: while the devices are at
         work, planning costs nothing."""
-        latest = self._cache.get(self._latest)
-        if latest is None or latest.followed_by not in self._cache:
+        latest = None if self._latest is None else self._cache.get(self._latest)
+        if latest is None or (question := latest.followed_by) is None or question not in self._cache:
             return
-        if SOLVING_S * len(latest.followed_by) <= MOST_AHEAD_S:
+        if not (question.patient or question.ahead):  # another pass: by then nobody is busy
+            busy = NOBODY
+        if SOLVING_S * len(question.requests) <= MOST_AHEAD_S:
             with suppress(PlanError):  # who asks will hear of it
-                self._current(latest.followed_by, profiles, able, revised, used=False)
+                self._current(question, profiles, able, revised, busy, used=False)
 
     def _current(
         self,
-        key: tuple[Request, ...],
+        question: Question,
         profiles: NDArray[np.void],
         able: Integers,
         revised: Mapping[int, int],
+        busy: Integers,
         used: bool,
     ) -> list[Plan]:
+        able, begins = without(able, busy), not len(busy)
         revision = max(revised.values(), default=0)
-        kept = self._cache.get(key)
+        kept = self._cache.get(question)
         if kept is not None:
-            self._cache.move_to_end(key)
+            self._cache.move_to_end(question)
             same = kept.revision == revision and self._still_valid(kept, able, used)
-            if same and self._worth_keeping(kept, kept.plans, used):
+            if same and self._worth_keeping(kept, question.hurried(kept.plans), used):
                 return kept.plans
             changed = [device for device, number in revised.items() if number > kept.revision]
-            if self._adapt(kept, key, profiles, able, np.array(changed, np.int64), used):
+            if self._adapt(kept, question, profiles, able, np.array(changed, np.int64), used):
                 kept.revision = revision
                 return kept.plans
-        plans = solved(key, profiles, able) if self.kind == "packed" else gridded(key, profiles, able)
-        self.remember(key, able, plans, revision)
+        if self.kind == "grid":
+            plans = gridded(question.requests, profiles, able)
+        elif question.apart and len(team := self._team(question, profiles, able, begins)):
+            level = question.level
+            plans = solved(level.urgent, profiles, np.setdiff1d(able, team, assume_unique=True))
+            plans += solved(level.patient, profiles, team)
+        else:
+            plans = solved(question.requests, profiles, able)
+        self.remember(question, able, plans, revision)
         return plans
 
-    def knows(self, requests: Sequence[Request]) -> bool:
-        return tuple(requests) in self._cache
+    def _team(self, question: Question, profiles: NDArray[np.void], able: Integers, begins: bool) -> Integers:
+        """Who does what is patient beside the rest. That is found for all of a pass when it begins, and again when too
+        few are left of those who were chosen then."""
+        chosen = self._teams.get(question.ahead)
+        if chosen is not None and not begins:
+            there: Integers = chosen[np.isin(chosen, able)]
+            if len(there) >= STILL_THERE * len(chosen):
+                return there
+        levels = [question.level, *question.ahead]
+        found = teams(levels, profiles[able])
+        self._teams = {tuple(levels[number + 1 :]): able[team] for number, team in enumerate(found)}
+        return self._teams[question.ahead]
 
-    def remember(self, requests: Sequence[Request], able: Integers, plans: list[Plan], revision: int = 0) -> None:
+    def knows(self, requests: Sequence[Request] | Question) -> bool:
+        return Question.of(requests) in self._cache
+
+    def remember(self, question: Question, able: Integers, plans: list[Plan], revision: int = 0) -> None:
         """These plans are new; devices with corrections up to that number are as they were when they were made."""
-        key, own = tuple(requests), _unchanging(able)
-        followed_by = self._cache[key].followed_by if key in self._cache else ()
-        self._cache[key] = _Cached(own, own, plans, _ends_s(plans), revision, followed_by=followed_by)
-        self._cache.move_to_end(key)
+        own = _unchanging(able)
+        followed_by = self._cache[question].followed_by if question in self._cache else None
+        ends_s = _ends_s(question.hurried(plans))
+        self._cache[question] = _Cached(own, own, plans, ends_s, revision, followed_by=followed_by)
+        self._cache.move_to_end(question)
         if len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)
 
     def _adapt(
         self,
         kept: _Cached,
-        requests: tuple[Request, ...],
+        question: Question,
         profiles: NDArray[np.void],
         able: Integers,
         changed: Integers,
@@ -151,14 +214,15 @@ class Planner:
             return False
         joined = np.setdiff1d(able, np.setdiff1d(kept.able, changed, assume_unique=True), assume_unique=True)
         try:
-            plans = _adapted_together(kept.plans, requests, lost, profiles, able)
+            plans = _adapted_together(kept.plans, question.requests, lost, profiles, able)
         except PlanError:  # nobody who is left has the memory for some rectangle
             return False
         if self.kind == "packed" and len(joined):
-            later = int(np.argmax([plan.makespan_s for plan in plans]))  # those that end last need help most
-            plans[later] = welcomed(plans[later], requests[later].shape, joined, profiles)
+            hurried = question.hurried(plans)
+            later = int(np.argmax([plan.makespan_s for plan in hurried]))  # those that end last need help most
+            plans[later] = welcomed(plans[later], question.requests[later].shape, joined, profiles)
             kept.uses += 1
-        if not self._worth_keeping(kept, plans, used):
+        if not self._worth_keeping(kept, question.hurried(plans), used):
             return False
         kept.plans = plans
         kept.able = _unchanging(able)
@@ -197,6 +261,14 @@ def _ends_s(plans: list[Plan]) -> float:
     return max(plan.makespan_s for plan in plans)
 
 
+def without(able: Integers, busy: Integers) -> Integers:
+    """Unless nobody else is left."""
+    if not len(busy):
+        return able
+    free: Integers = able[~np.isin(able, busy)]
+    return free if len(free) else able
+
+
 def _unchanging(able: Integers) -> Integers:
     """The caller may change its array later; what was planned for may not change with it."""
     return able.copy() if able.flags.writeable else able
@@ -212,15 +284,15 @@ def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integ
 def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
     """Plans of products that are ready at the same moment: by teams, or in turn if that is modelled to end sooner."""
     mine = profiles[able]
-    over_all = {request: _Fluid.of(request, mine) for request in dict.fromkeys(requests)}  # many are alike
+    over_all = {request: Fluid.of(request, mine) for request in dict.fromkeys(requests)}  # many are alike
     fluids = [over_all[request] for request in requests]
     best: list[Plan] = []
     harder = np.ones(len(requests))  # than the fluid says: whole numbers cost each product something else
     for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
-        teams = _teams(fluids, harder, len(able))
+        teams = deal(fluids, harder, len(able))
         if not teams or not all(len(team) for team in teams):
             break
-        alone = [_Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
+        alone = [Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
         if max(fluid.span_s for fluid in alone) > SLACK * sum(fluid.span_s for fluid in fluids):
             break
         plans = [fluid.plan(profiles, able, few=False) for fluid in alone]
@@ -232,83 +304,3 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
             break  # together enough
         harder = harder * ends_s / ends_s.mean()
     return best or [fluid.plan(profiles, able, few=True) for fluid in fluids]
-
-
-@dataclass(frozen=True, slots=True)
-class _Fluid:
-    """A product on a group of devices, before it is cut: who can do how much of it in which time."""
-
-    request: Request
-    index: Integers  # of the devices with enough memory
-    cuts: Cuts
-    laws: tuple[Law, Law]
-    areas: Areas
-    span_s: float  # about when it could end: an estimate, by the upright law and with every overhead, not a bound
-
-    @classmethod
-    def of(cls, request: Request, profiles: NDArray[np.void], names: Integers | None = None) -> _Fluid:
-        """`names`: what to call the devices, instead of 0, 1, ..."""
-        shape = request.shape
-        index = able_devices(shape, profiles)
-        profiles = profiles[index]
-        cuts = Cuts.none(len(index))
-        laws = running_laws(profiles, request, cuts)
-        areas = Areas(laws[0], shape.rows, shape.columns)
-        span_s = areas.span_s(float(shape.cells))
-        wanted = cuts_within(profiles, request, areas, SLACK * span_s)  # now it is known how large the rectangles are
-        if max(wanted.strips.max(), wanted.chunks.max()) > 1:
-            cuts = wanted
-            laws = running_laws(profiles, request, cuts)
-            areas = Areas(laws[0], shape.rows, shape.columns)
-            span_s = areas.span_s(float(shape.cells))
-        return cls(request, index if names is None else names[index], cuts, laws, areas, span_s)
-
-    def within(self, span_s: float) -> Numbers:
-        return np.minimum(self.areas.within(span_s), float(self.request.shape.cells))
-
-    def plan(self, profiles: NDArray[np.void], able: Integers, few: bool) -> Plan:
-        """`few`: as few devices as end within SLACK of the best."""
-        shape, chosen = self.request.shape, np.arange(len(self.index))
-        if few:
-            cells = self.within(SLACK * self.span_s)
-            ranking = np.argsort(-cells, kind="stable")
-            enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * (1 + PACKING_LOSS))) + 1
-            chosen = np.sort(ranking[:enough])
-        laws = self.laws[0].take(chosen), self.laws[1].take(chosen)
-        tiling = packed(laws, shape.batch, shape.rows, shape.columns)
-        strips = self.cuts.strips[chosen[tiling.owner]]
-        device = able[self.index[chosen[tiling.owner]]]
-        return made_plan(*cut_tiles(tiling.tiles, device, strips, tiling.turned, shape, profiles), shape, profiles)
-
-
-def _teams(fluids: list[_Fluid], harder: Numbers, count: int) -> list[Integers]:
-    """Deal the devices, largest first, always to the product of which the largest share is missing, until all would
-    end together within SLACK of the best. No teams, if one product after another ends sooner."""
-    needed = harder * [float(fluid.request.shape.cells) for fluid in fluids]
-
-    def cells(span_s: float) -> Numbers:
-        table = np.zeros((len(fluids), count))
-        for row, fluid in zip(table, fluids, strict=True):
-            row[fluid.index] = fluid.within(span_s)
-        return table
-
-    def enough(span_s: float) -> bool:
-        total = cells(span_s).sum(axis=1)
-        return bool((total > 0).all()) and float((needed / np.maximum(total, 1e-300)).sum()) <= 1
-
-    if not enough(sum(fluid.span_s for fluid in fluids)):
-        return []
-    span_s = least_span(enough, 0.0, max(fluid.span_s for fluid in fluids), TEAM_PRECISION)
-    shares = cells(SLACK * span_s) / (needed * (1 + PACKING_LOSS))[:, None]
-    order = np.argsort(-shares.max(axis=0), kind="stable")
-    missing = [1.0] * len(fluids)
-    teams: list[list[int]] = [[] for _ in fluids]
-    for device, offers in zip(order.tolist(), shares.T[order].tolist(), strict=True):
-        open_ = [j for j, offer in enumerate(offers) if offer > 0 and missing[j] > 0]
-        if open_:
-            product = max(open_, key=missing.__getitem__)
-            teams[product].append(device)
-            missing[product] -= offers[product]
-        elif max(missing) <= 0:
-            break
-    return [np.sort(np.array(team, np.int64)) for team in teams]

@@ -41,6 +41,14 @@ class Request:
     right_uses: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Products of a pass that become ready at the same moment."""
+
+    urgent: tuple[Request, ...]  # what comes after them waits for them
+    patient: tuple[Request, ...] = ()  # nobody waits for them before the pass ends
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
 class Plan:
     """`fresh` is False where an earlier tile of this plan, on the same device, has brought exactly this range and the

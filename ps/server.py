@@ -73,7 +73,7 @@ from ps.jobs import Live, Product, Totals
 from ps.ledger import REACTION_S
 from ps.operands import Operand
 from ps.peers import Peer, missing_ones, printable
-from ps.planner import Planner
+from ps.planner import Level, Planner
 from ps.records import Records
 from ps.requests import Requests
 from ps.roster import Roster
@@ -156,9 +156,9 @@ class Server:
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         """Products that are ready at the same moment; they are planned together."""
-        self._ask(lambda: self._begin(products))
+        self._ask(lambda: self._begin(products, ahead))
 
     def forget(self, operands: Sequence[Operand]) -> None:
         """They are about to change: no slab of them is kept any longer."""
@@ -428,10 +428,11 @@ class Server:
         self.attendance.gone(devices)
         self.roster.left_idle(device for device in devices if not self._dispatcher.devices[device].worked)
 
-    def _begin(self, products: Sequence[Product]) -> None:
+    def _begin(self, products: Sequence[Product], ahead: tuple[Level, ...]) -> None:
         numbered = dict(enumerate(products, self._next_job))
         self._next_job += len(products)
-        submitted = JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
+        new = [Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]
+        submitted = JobsSubmitted(new, ahead)
         planned = self._dispatcher.prepare(submitted, self._now_s())
         begun_ns = self._clock.now_ns()
         instructions = self._dispatcher.handle(planned, begun_ns / 1e9)

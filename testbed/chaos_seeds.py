@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from testbed.chaos_world import HUGE, Operation
 
@@ -21,7 +22,12 @@ def generate(seed: int, length: int = 120) -> list[Operation]:
     planner = rng.choice(["packed", "grid", "grid", "grid"])  # packing takes longest
     begin: list[Operation] = [("planner", planner), ("history", rng.choice([0.5, 1.0, 2.0]))]
     begin.append(("join", [_profile(rng) for _ in range(rng.randint(1, 8))]))
-    return begin + [("submit", rng.choice(groups)) if kind == "submit" else _operation(kind, rng) for kind in kinds]
+    early = rng.choice([0.0, 0.5])  # a world in which products that nobody waits for are begun beside the others
+    return begin + [_submit(groups, early, rng) if kind == "submit" else _operation(kind, rng) for kind in kinds]
+
+
+def _submit(groups: list[list[Any]], early: float, rng: random.Random) -> Operation:
+    return "begin" if rng.random() < early else "submit", rng.choice(groups)
 
 
 def _operation(kind: str, rng: random.Random) -> Operation:

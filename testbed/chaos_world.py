@@ -11,6 +11,7 @@ books of its own, computes every block in whole numbers, and believes nothing th
     ("leave", [k, ...])                 they are gone and the server knows; what they had under way still arrives
     ("submit", [product, ...])          batch, rows, inner, columns, urgent, weight: all ready at the same moment;
                                         those of one weight (odd: the right operand) share it, and its slabs are kept
+    ("begin", [product, ...])           the same, and as many are to come before anybody waits for those not urgent
     ("forget", [weight, ...])           these weights have changed
     ("run", n)                          the next n answers arrive
     ("late", k, seconds)                an answer under way is delayed
@@ -190,8 +191,8 @@ class World:
                 first = self._fleet.joined
                 self._alive |= set(range(first, first + len(profiles)))
                 self._event("join", self._fleet.join(len(profiles)))
-            case ("submit", products):
-                self._submit(products)
+            case ("submit" | "begin" as submitted, products):
+                self._submit(submitted, products)
             case ("forget", weights):
                 self._event("forget", self._fleet.forget(weights))
             case ("run", count):
@@ -242,7 +243,7 @@ class World:
             case _:
                 raise ValueError(f"there is no operation {kind!r}")
 
-    def _submit(self, products: Sequence[tuple[int, int, int, int, bool, int | None]]) -> None:
+    def _submit(self, kind: str, products: Sequence[tuple[int, int, int, int, bool, int | None]]) -> None:
         works = []
         for batch, rows, inner, columns, urgent, weight in products:
             kept: list[int | None] = [None, None]
@@ -255,7 +256,7 @@ class World:
             works.append(Work(self._jobs, shape, urgent, (kept[0], kept[1])))
             self._open[self._jobs] = Truth(shape, self._jobs)
             self._jobs += 1
-        self._event("submit", self._fleet.submit(works))
+        self._event(kind, self._fleet.submit(works, more_to_come=kind == "begin"))
 
     def _leave(self, devices: list[int], fault: bool = True) -> None:
         """What is under way is of no use any more; most of it arrives all the same."""

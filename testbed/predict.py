@@ -24,7 +24,7 @@ from emulator.performance import Models
 from ps.executor import Executor, Spent
 from ps.jobs import Product
 from ps.operands import Operand
-from ps.planner import NONE_REVISED, Integers, Plan, Planner, Request
+from ps.planner import NOBODY, NONE_REVISED, Integers, Level, Plan, Planner, Question, Request, without
 from testbed.virtual_server import VirtualServer
 
 FORESEEN = 5  # steps of a run, at most
@@ -102,9 +102,9 @@ class ModelledFleet:
         self._left = time.perf_counter()
         return self._server.clock.now_s
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         self._enter()
-        self._server.submit(*products)
+        self._server.submit(*products, ahead=ahead)
         self._left = time.perf_counter()
 
     def forget(self, operands: Sequence[Operand]) -> None:
@@ -135,12 +135,14 @@ class Apart(Planner):
 
     def plan(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | Question,
         profiles: NDArray[np.void],
         able: Integers,
         revised: Mapping[int, int] = NONE_REVISED,
+        busy: Integers = NOBODY,
     ) -> list[Plan]:
-        if self._shared and len(able) == self._devices and not revised and not self.knows(requests):
-            plans = self._run.plan(requests, profiles, able)
-            self.remember(requests, able, plans)
-        return super().plan(requests, profiles, able, revised)
+        question = Question.of(requests)
+        if self._shared and len(able) == self._devices and not revised and not self.knows(question):
+            plans = self._run.plan(question, profiles, able, busy=busy)
+            self.remember(question, without(able, busy), plans)
+        return super().plan(question, profiles, able, revised, busy)

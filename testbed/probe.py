@@ -25,7 +25,7 @@ from ps.executor import Engine, Executor
 from ps.jobs import Product
 from ps.models import build_model, model_config
 from ps.operands import Operand
-from ps.planner import Planner
+from ps.planner import Level, Planner
 from ps.text import batches, read_text
 from ps.trainer import gradients
 from testbed.display import Display
@@ -53,8 +53,8 @@ class Watched:
         self._begun_s = now_s()
         self.finished_s: list[float] = []  # one a product, since the beginning
 
-    def submit(self, *products: Product) -> None:
-        self._engine.submit(*products)
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
+        self._engine.submit(*products, ahead=ahead)
 
     def forget(self, operands: Sequence[Operand]) -> None:
         self._engine.forget(operands)
@@ -78,7 +78,7 @@ class Probe:
         (tokens,) = batches(read_text(data.text), 1, data.batch, data.sequence, scenario.seed)
         torch.manual_seed(scenario.seed)
         model: Any = build_model(config)
-        self._executor = Executor(_Nobody())
+        self._executor = Executor(_Nobody(), early=scenario.planner.kind == "packed")
         forward = distribute(model, self._executor.run)
         if scenario.planner.keep:
             self._executor.keep(model.parameters(), uses=training.micro_batches)
@@ -143,7 +143,7 @@ class Probe:
 class _Nobody:
     """Between two probes no product may be asked for."""
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         raise AssertionError("there is no fleet")
 
     def forget(self, operands: Sequence[Operand]) -> None: ...

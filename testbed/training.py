@@ -219,7 +219,7 @@ def reference(scenario: Scenario, config: Any, data: list[torch.Tensor], display
 def distributed(task: Task) -> Trained:
     scenario, data = task.scenario, task.data
     model = _model(scenario, task.config)
-    executor = Executor(task.host.server)
+    executor = Executor(task.host.server, early=scenario.planner.kind == "packed")
     forward = distribute(model, executor.run)
     micro_batches = scenario.training.micro_batches
     if scenario.planner.keep:
@@ -256,7 +256,7 @@ def shapes_only(task: Task) -> Trained:
         graphs, parameters = recorded_step(
             task.config, scenario.data.batch // micro_batches, scenario.data.sequence, micro_batches
         )
-    executor = Executor(task.host.server)
+    executor = Executor(task.host.server, early=scenario.planner.kind == "packed")
     if scenario.planner.keep:
         executor.keep(parameters, uses=micro_batches)
 

@@ -33,7 +33,7 @@ from ps.events import (
     SuspendDevice,
     TimePassed,
 )
-from ps.planner import Planner, Request, Shape
+from ps.planner import Level, Planner, Request, Shape
 from testbed.modelled import schedule
 
 Key = tuple[int, int, int]  # device, job, block
@@ -97,20 +97,19 @@ class VirtualFleet:
     def leave(self, devices: Sequence[int]) -> Outcome:
         return self._handle(DevicesLeft(list(devices)))
 
-    def submit(self, works: Sequence[Work]) -> Outcome:
-        return self._handle(
-            JobsSubmitted(
-                [
-                    Submission(
-                        work.job,
-                        Request(work.shape, *(1 if operand is None else KEPT_USES for operand in work.kept)),
-                        work.urgent,
-                        kept=work.kept,
-                    )
-                    for work in works
-                ]
+    def submit(self, works: Sequence[Work], more_to_come: bool = False) -> Outcome:
+        """`more_to_come`: as many, all urgent, before anybody waits for those of these that are not."""
+        new = [
+            Submission(
+                work.job,
+                Request(work.shape, *(1 if operand is None else KEPT_USES for operand in work.kept)),
+                work.urgent,
+                kept=work.kept,
             )
-        )
+            for work in works
+        ]
+        more = Level(tuple(Request(work.shape) for work in works))
+        return self._handle(JobsSubmitted(new, (more,) if more_to_come else ()))
 
     def forget(self, operands: Sequence[int]) -> Outcome:
         return self._handle(OperandsForgotten(list(operands)))

@@ -52,7 +52,7 @@ from ps.jobs import Live, Product, Totals
 from ps.ledger import DONE as DONE_BLOCK
 from ps.ledger import REACTION_S
 from ps.operands import Operand
-from ps.planner import Planner
+from ps.planner import Level, Planner
 from ps.records import Records
 from ps.server import HEARTBEAT_S
 from testbed.modelled import schedule
@@ -195,13 +195,13 @@ class VirtualServer:
 
     # ---- for the executor
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         numbered = {next(self._ids): product for product in products}
         if self._arithmetic:
             for product in products:
                 np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
-        event = JobsSubmitted([Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()])
-        instructions = self._dispatcher.handle(event, self.clock.now_s)
+        new = [Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]
+        instructions = self._dispatcher.handle(JobsSubmitted(new, ahead), self.clock.now_s)
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
         self._carry_out(instructions)

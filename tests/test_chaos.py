@@ -253,3 +253,15 @@ def test_nothing_is_cancelled_before_it_is_sent() -> None:
             ("overdue", 123, 0.1),
         ]
     )
+
+
+def test_what_nobody_waits_for_is_done_by_whoever_can_when_others_are_busy_beside_the_pass() -> None:
+    # ChaosError: jobs [1] do not end although an able device lives
+    weak = (993646734680.0, 0.0, 107617628.0, 23870.0, 0.05, 8, 2)
+    replay(
+        [
+            ("join", [weak]),
+            ("begin", [(1, 1, 1, 1, False, None), (1, 1, 1, 1, False, None)]),
+            ("join", [COMMON]),
+        ]
+    )

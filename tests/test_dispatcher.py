@@ -43,7 +43,7 @@ from ps.events import (
 )
 from ps.invariants import InvariantBroken
 from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Job
-from ps.planner import Plan, Planner, Request, Shape
+from ps.planner import Plan, Planner, Question, Request, Shape
 
 Key = tuple[int, int]  # job, block
 Answer = tuple[int, int, int]  # device, job, block
@@ -849,8 +849,8 @@ def test_jobs_submitted_together_are_planned_together_and_the_urgent_ones_first(
     asked: list[list[Shape]] = []
 
     class Watched(Planner):
-        def plan(self, requests: Sequence[Request], *rest: Any) -> list[Plan]:
-            asked.append([request.shape for request in requests])
+        def plan(self, requests: Sequence[Request] | Question, *rest: Any) -> list[Plan]:
+            asked.append([request.shape for request in Question.of(requests).requests])
             return super().plan(requests, *rest)
 
     world = World()

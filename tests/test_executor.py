@@ -8,7 +8,8 @@ nothing left to do but wait, and then returns the one that the test's order pick
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +28,7 @@ from ps.executor import Executor
 from ps.jobs import Product
 from ps.models import build_model
 from ps.operands import Operand
-from ps.plans import Shape
+from ps.plans import Level, Shape
 from ps.server import Server, ServerError
 
 # ---- a fleet without sockets
@@ -47,6 +48,7 @@ class Fleet:
 
     def __init__(self, order: Order | None) -> None:
         self.groups: list[list[Product]] = []  # what was submitted together
+        self.aheads: list[tuple[Level, ...]] = []  # and what was said to be to come
         self.under_way: list[Product] = []
         self.moments: list[list[Product]] = []  # what was under way whenever the executor began to wait
         self.forgotten: list[list[Operand]] = []
@@ -56,8 +58,9 @@ class Fleet:
     def submitted(self) -> list[Product]:
         return [product for group in self.groups for product in group]
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         self.groups.append(list(products))
+        self.aheads.append(ahead)
         for product in products:
             if self._order is None:
                 compute(product)
@@ -79,6 +82,10 @@ class Fleet:
         return [done.get()]
 
 
+def shapes(products: Iterable[Product]) -> Counter[Shape]:
+    return Counter(product.shape for product in products)
+
+
 def compute(product: Product) -> None:
     np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
 
@@ -86,8 +93,8 @@ def compute(product: Product) -> None:
 class Walker(Executor):
     """The executor, and the fleet that it walks through."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
+    def __init__(self, fleet: Fleet, early: bool = False) -> None:
+        super().__init__(fleet, early)
         self.fleet = fleet
         self.graphs: list[list[list[Product]]] = []  # what each graph submitted, group by group
 
@@ -142,8 +149,8 @@ class Family:
     def plain(self, seed: int = 1) -> Step:
         return self._step(self.model, seed)
 
-    def distributed(self, order: Order | None = None, seed: int = 1) -> tuple[Step, Walker]:
-        self.walker = Walker(Fleet(order))
+    def distributed(self, order: Order | None = None, seed: int = 1, early: bool = False) -> tuple[Step, Walker]:
+        self.walker = Walker(Fleet(order), early)
         return self._step(self.forward, seed), self.walker
 
     def _step(self, forward: Callable[..., Any], seed: int) -> Step:
@@ -269,6 +276,25 @@ def test_weight_gradients_are_not_urgent_and_hold_nobody_up(family: Family) -> N
         assert all(all(group) for group in urgencies[:-1]), "they go out when nothing urgent is left, and together"
     waited_with_urgent = [m for m in walker.fleet.moments if any(p.urgent for p in m)]
     assert all(p.urgent for moment in waited_with_urgent for p in moment)
+
+
+def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_come(family: Family) -> None:
+    plain, (step, walker) = family.plain(), family.distributed(lambda count: 0, early=True)
+    torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=1e-6)
+    aheads = iter(walker.fleet.aheads)
+    early = 0
+    for groups in walker.graphs:
+        for number, group in enumerate(groups):
+            told = next(aheads)
+            urgent = [p for p in group if p.urgent]
+            if not told:
+                continue
+            assert urgent, "beside something that somebody waits for"
+            early += len(group) - len(urgent)
+            later = [p for group in groups[number + 1 :] for p in group]
+            assert Counter(r.shape for level in told for r in level.urgent) == shapes(p for p in later if p.urgent)
+            assert Counter(r.shape for level in told for r in level.patient) == shapes(p for p in later if not p.urgent)
+    assert early >= LINEAR_LAYERS[family.name] // 2
 
 
 def test_weight_gradients_that_weigh_too_much_go_out_earlier_and_hold_nobody_up(
@@ -491,9 +517,9 @@ def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyP
         return evaluate(program, node, *rest)
 
     class Watched(Fleet):
-        def submit(self, *products: Product) -> None:
+        def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
             events.append(f"{len(products)} products")
-            super().submit(*products)
+            super().submit(*products, ahead=ahead)
 
     def function(x: torch.Tensor) -> Any:
         return x.repeat(10, 10).sin(), x @ x, x.cos() @ x

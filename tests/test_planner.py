@@ -23,6 +23,7 @@ from ps.planner import (
     Plan,
     PlanError,
     Planner,
+    Question,
     Request,
     Shape,
     _adapted_together,
@@ -357,9 +358,9 @@ def test_what_follows_is_planned_ahead_and_that_is_no_use_of_it() -> None:
     planner.plan_ahead(table, able)  # nothing is known: nothing happens
     for wanted in (one, two, one):
         planner.plan(wanted, table, able)
-    before = planner._cache[tuple(two)].plans
+    before = planner._cache[Question(tuple(two))].plans
     planner.plan_ahead(table, fewer)
-    ready = planner._cache[tuple(two)]
+    ready = planner._cache[Question(tuple(two))]
     assert 99 in before[0].device
     assert 99 not in ready.plans[0].device
     assert ready.wasted_s == 0.0

@@ -40,7 +40,7 @@ SLOW_LINES = 1e-3  # of the lines of the uniform fleets: modelled seconds, besid
 class Nobody:
     """The real engine, which must not be asked."""
 
-    def _refuse(self, *_: object) -> Any:
+    def _refuse(self, *_: object, **__: object) -> Any:
         raise AssertionError("a prediction asks no real device")
 
     submit = forget = collect = _refuse

@@ -17,6 +17,7 @@ from ps.executor import Executor
 from ps.jobs import Product
 from ps.models import build_model
 from ps.operands import Operand
+from ps.plans import Level
 from ps.trainer import Step, gradients, train
 from testbed.training import collecting_between_steps
 
@@ -46,7 +47,7 @@ class KeepingFleet:
         self.kept: dict[int, Any] = {}
         self.reused = self.products = 0
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         for product in products:
             left, right = (self._copy(operand) for operand in (product.left, product.right))
             np.matmul(left, right.transpose(0, 2, 1), out=product.out)

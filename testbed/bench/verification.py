@@ -27,6 +27,7 @@ from ps.executor import Executor
 from ps.jobs import Product
 from ps.models import build_model, model_config
 from ps.operands import Operand
+from ps.plans import Level
 from ps.text import batches, read_text
 from ps.trainer import train
 from ps.verify import Expectation, wrong_blocks
@@ -46,7 +47,7 @@ class Here:
     def __init__(self, compute: Callable[[Product], None]) -> None:
         self._compute = compute
 
-    def submit(self, *products: Product) -> None:
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         for product in products:
             self._compute(product)
             product.done()

@@ -1,0 +1,240 @@
+"""Promises of ps.passes and of what follows from it: what nobody waits for is done beside the rest, and the pass ends
+sooner."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulator.fleet import uniform_fleet
+from ps.dispatcher import Dispatcher
+from ps.events import (
+    BlocksReturned,
+    DevicesJoined,
+    DevicesLeft,
+    JobsSubmitted,
+    SendBlocks,
+    Submission,
+)
+from ps.executor import Executor
+from ps.models import model_config
+from ps.passes import MOST_TAKEN, teams
+from ps.planner import Level, Planner, Question, Request, Shape
+from ps.products import recorded_step
+from testbed.virtual_server import VirtualServer
+
+CHAIN = Request(Shape(1, 512, 128, 128))
+GRADIENT = Request(Shape(1, 128, 512, 128))
+FLEET = uniform_fleet("extreme", 60, seed=1, line_share=0.001)
+
+
+# ---- who is taken
+
+requests = st.builds(
+    Request,
+    st.builds(Shape, st.integers(1, 3), st.integers(1, 300), st.integers(1, 600), st.integers(1, 300)),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+levels = st.lists(
+    st.builds(
+        Level,
+        st.lists(requests, min_size=1, max_size=3).map(tuple),
+        st.lists(requests, max_size=2).map(tuple),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(levels, st.lists(requests, min_size=1, max_size=2).map(tuple), st.integers(1, 40), st.integers(0, 5))
+def test_nobody_is_in_two_teams_and_somebody_is_always_left(
+    chain: list[Level], last: tuple[Request, ...], count: int, seed: int
+) -> None:
+    found = teams([*chain, Level((), last)], uniform_fleet("extreme", count, seed, line_share=0.01))
+    assert len(found) == len(chain)
+    left = count
+    for level, team in zip(chain, found, strict=True):
+        assert len(team) <= MOST_TAKEN * left
+        assert level.patient or not len(team)
+        left -= len(team)
+    assert left >= 1
+    together = np.concatenate(found)
+    assert len(np.unique(together)) == len(together)
+    assert all(0 <= device < count for device in together.tolist())
+
+
+def test_a_team_is_larger_the_less_time_is_left() -> None:
+    long, short = ([Level((CHAIN,), (GRADIENT,)), *[Level((CHAIN,))] * more] for more in (16, 2))
+    assert len(teams(long, FLEET)[0]) < len(teams(short, FLEET)[0])
+
+
+def test_those_are_taken_whom_the_chain_misses_least() -> None:
+    """Two kinds of devices, alike but for their uplinks: a weight gradient is mostly downloaded."""
+    fleet = np.repeat(FLEET[:1], 40)
+    fleet["up_bps"][::2] /= 10
+    (team,) = teams([Level((CHAIN,) * 3, (GRADIENT,)), Level((CHAIN,))], fleet)
+    assert len(team) > 1
+    assert not (team % 2).any()
+
+
+# ---- planning
+
+
+def question(patient: int = 1, more: int = 8) -> Question:
+    return Question((CHAIN, *[GRADIENT] * patient), patient, (Level((CHAIN,)),) * more)
+
+
+def test_what_is_patient_is_planned_beside_the_rest_and_ends_later() -> None:
+    able = np.arange(len(FLEET))
+    urgent, patient = Planner().plan(question(), FLEET, able)
+    assert not set(urgent.device.tolist()) & set(patient.device.tolist())
+    alone = Planner().plan([CHAIN], FLEET, able)[0]
+    together = Planner().plan([CHAIN, GRADIENT], FLEET, able)
+    assert alone.makespan_s <= urgent.makespan_s < together[0].makespan_s < patient.makespan_s
+
+
+def test_who_is_busy_beside_all_this_is_left_alone_unless_nobody_else_is_there() -> None:
+    able, busy = np.arange(len(FLEET)), np.arange(0, len(FLEET), 2)
+    for plan in Planner().plan(question(), FLEET, able, busy=busy):
+        assert not set(plan.device.tolist()) & set(busy.tolist())
+    (plan,) = Planner().plan([CHAIN], FLEET, able, busy=able)
+    assert len(plan.device)
+
+
+def test_a_pass_is_thought_through_once_and_again_when_its_teams_are_gone() -> None:
+    planner, able = Planner(), np.arange(len(FLEET))
+    first = planner.plan(question(more=8), FLEET, able)
+    chosen = planner._teams[question(more=8).ahead]
+    assert set(first[1].device.tolist()) <= set(chosen.tolist())
+    later = Question((CHAIN, GRADIENT), 1, question().ahead[1:])
+    three = np.setdiff1d(able, chosen)[:3]
+    planner._teams[later.ahead] = three
+    _, patient = planner.plan(later, FLEET, able, busy=chosen)
+    assert set(patient.device.tolist()) <= set(three.tolist())
+    planner._cache.clear()
+    _, patient = planner.plan(later, FLEET, np.setdiff1d(able, three[:2]), busy=chosen)
+    assert not set(patient.device.tolist()) & set(three[:2].tolist())
+    assert not np.array_equal(planner._teams[later.ahead], three), "chosen anew"
+
+
+def test_nobody_is_taken_from_what_only_they_can_do() -> None:
+    fleet = FLEET[:2].copy()
+    fleet["memory_bytes"][0] = 200
+    large = Request(Shape(1, 1, 54, 5))
+    (team,) = teams([Level((large,), (large,)), Level((large,))], fleet)
+    assert not len(team)
+    for plan in Planner().plan(Question((large, large), 1, (Level((large,)),)), fleet, np.arange(2)):
+        assert set(plan.device.tolist()) == {1}
+
+
+# ---- dispatching
+
+
+class World:
+    """A dispatcher, a fleet, and what was sent to whom."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(Planner())
+        self.sent: dict[tuple[int, int], int] = {}  # job, block -> device
+        self.now_s = 0.0
+        self.handle(DevicesJoined(0, FLEET))
+
+    def handle(self, event: Any) -> None:
+        for instruction in self.dispatcher.handle(event, self.now_s):
+            if isinstance(instruction, SendBlocks):
+                keys = zip(instruction.jobs, instruction.blocks, strict=True)
+                self.sent |= dict(zip(keys, instruction.devices, strict=True))
+        self.dispatcher.check()
+
+    def submit(self, first: int, asked: Question) -> None:
+        new = [Submission(first + at, request, urgent=at < asked.urgent) for at, request in enumerate(asked.requests)]
+        self.handle(JobsSubmitted(new, asked.ahead))
+
+    def devices(self, job: int) -> set[int]:
+        """That have or had blocks of it."""
+        return set(self.dispatcher.jobs[job].device)
+
+    def answer_all(self, job: int) -> None:
+        while job in self.dispatcher.jobs:
+            keys = [key for key in self.sent if key[0] == job]
+            self.now_s += 0.001
+            jobs, blocks = (list(column) for column in zip(*keys, strict=True))
+            self.handle(BlocksReturned([self.sent.pop(key) for key in keys], jobs, blocks))
+
+
+def test_whoever_does_what_is_patient_gets_nothing_else_until_that_is_done() -> None:
+    world = World()
+    world.submit(0, question())
+    busy = world.devices(1)
+    world.answer_all(0)
+    world.submit(2, Question((CHAIN,), 0, question().ahead[1:]))
+    assert not world.devices(2) & busy
+    world.answer_all(2)
+    world.answer_all(1)
+    world.submit(3, Question((CHAIN,)))
+    assert world.devices(3) & busy
+
+
+def test_nobody_takes_what_is_patient_from_others_while_there_is_more_to_come() -> None:
+    for ahead, stays in ((question().ahead, True), ((), False)):
+        world = World()
+        world.submit(0, question())
+        before = world.devices(1)
+        world.handle(JobsSubmitted([], ahead))
+        world.answer_all(0)  # many are idle
+        assert (world.devices(1) == before) == stays
+
+
+def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
+    world = World()
+    world.submit(0, question(patient=3))
+    team = world.devices(1) | world.devices(2) | world.devices(3)
+    lost = min(world.devices(1))
+    world.handle(DevicesLeft([lost]))
+    assert world.devices(1) - {lost} <= team
+
+
+# ---- a whole step
+
+
+@cache
+def step() -> Any:
+    return recorded_step(model_config("opt-tiny", None), 32, 64, 1)
+
+
+def seconds(kind: Any, early: bool, devices: int, fleet: str = "extreme") -> float:
+    """Of a step of the quickstart's model, in virtual time, without values."""
+    server = VirtualServer(
+        uniform_fleet(fleet, devices, 1, line_share=0.001), [""] * devices, Planner(kind), arithmetic=False
+    )
+    executor = Executor(server, early)
+    for program, values in step()[0]:
+        executor.run(program, list(values))
+    return server.clock.now_s
+
+
+@pytest.mark.parametrize(("fleet", "devices"), [("extreme", 40), ("paper", 200)])
+def test_a_step_is_shorter_when_weight_gradients_are_begun_at_once(fleet: str, devices: int) -> None:
+    assert seconds("packed", True, devices, fleet) < 0.97 * seconds("packed", False, devices, fleet)
+
+
+def test_the_planner_is_twice_as_fast_as_the_weighted_grid_on_the_extreme_fleet() -> None:
+    assert 2 * seconds("packed", True, 1000) <= seconds("grid", False, 1000)
+
+
+def test_nothing_is_left_of_a_step() -> None:
+    server = VirtualServer(FLEET, [""] * len(FLEET), Planner(), arithmetic=False)
+    for _ in range(2):
+        executor = Executor(server, early=True)
+        for program, values in step()[0]:
+            executor.run(program, list(values))
+        assert not server._dispatcher._apart
+        assert not len(server._dispatcher._busy_apart)
+        assert all(record.idle for record in server._dispatcher.devices)
