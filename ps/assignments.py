@@ -6,6 +6,8 @@ promises that stand at the top of the dispatcher.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +15,7 @@ from agent.profile import PROFILE
 from ps.cost import BYTES, block_bytes, block_queues, chunk_length, least_bytes, operand_bytes, usable_bytes
 from ps.deadlines import Deadlines
 from ps.events import JobWaits
-from ps.ledger import CUT, IN_FLIGHT, PENDING, REACTION_S, Device, Job, Turn
+from ps.ledger import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Turn
 from ps.pipeline import chunks_of, fresh_slabs, rectangles
 from ps.planner import Integers, Level
 from ps.recut import recut
@@ -167,7 +169,7 @@ class Assignments:
     ) -> None:
         """New blocks of a job, each for its device: sent if there is credit, queued if not. `patience_s`: they are
         overdue no sooner than if this had been expected of them. Small pieces of what was late would be late again at
-        the first hitch, and their pieces again. `first`: if somebody waits for them, they overtake what waits."""
+        the first hitch, and their pieces again. `first`: they overtake what waits, and is as urgent."""
         job, begin = self.jobs[job_id], len(self.jobs[job_id].state)
         job.tiles = np.concatenate([job.tiles, tiles]) if begin else tiles
         profiles, inner = self.profiles[devices], job.shape.inner
@@ -196,32 +198,35 @@ class Assignments:
         if loss:
             self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
-        launched, overtakes = [], first and job.urgent
+        launched: list[int] = []
         for block, device, passage, size in zip(
             range(begin, len(job.state)), owners, job.passage[begin:], job.size_bytes[begin:], strict=True
         ):
             record = self.devices[device]
-            free = overtakes or not (record.urgent or record.background)
+            queue, before = record.background, record.urgent  # its own, and that which is served first
+            if job.urgent:
+                queue, before = record.urgent, NO_QUEUE
+            free = not before and (first or not (record.urgent or record.background))
             if free and self._has_credit(record, size) and (job.firm or record.wants(passage, self._now_s)):
                 self._take(record, job_id, block)
                 launched.append(block)
                 continue
             record.waiting.add(passage)
-            if overtakes:
-                record.urgent.insert(self._repairs(record), (job_id, block))
+            if first:
+                queue.insert(self._repairs(queue), (job_id, block))
             else:
-                (record.urgent if job.urgent else record.background).append((job_id, block))
+                queue.append((job_id, block))
             self._waiting[device] += 1
             self._waiting_total += 1
 
         self._launch(job_id, job, launched, turn)
 
-    def _repairs(self, record: Device) -> int:
-        """How many blocks at the head of its queue are such that overtake others."""
-        for number, (job_id, block) in enumerate(record.urgent):
+    def _repairs(self, queue: Sequence[tuple[int, int]]) -> int:
+        """How many blocks at the head of a device's queue are such that overtake others."""
+        for number, (job_id, block) in enumerate(queue):
             if not self.jobs[job_id].first[block]:
                 return number
-        return len(record.urgent)
+        return len(queue)
 
     def _take(self, record: Device, job_id: int, block: int) -> None:
         """The device takes this block."""

@@ -44,7 +44,7 @@ class Job:
         return self.request.shape
 
 
-_NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
+NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
 
 
 @dataclass(slots=True)
@@ -71,8 +71,8 @@ class Device:
             self.credit_blocks,
             self.memory_bytes,
             self.round_trip_s,
-            _NO_QUEUE,
-            _NO_QUEUE,
+            NO_QUEUE,
+            NO_QUEUE,
             {},
             alive=False,
             worked=self.worked,

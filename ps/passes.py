@@ -39,14 +39,22 @@ NONE: Integers = np.empty(0, np.int64)
 Devices = NDArray[np.bool_]  # of all, which
 
 
-def teams(levels: Sequence[Level], profiles: NDArray[np.void]) -> list[Integers]:
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Devices that do what is patient, beside the rest, and how long they have for it."""
+
+    devices: Integers
+    span_s: float
+
+
+def teams(levels: Sequence[Level], profiles: NDArray[np.void]) -> list[Team]:
     """Which devices do the patient products of each level but the last, while the others go on with what is urgent.
     Nobody, if some product can only be done by those who would be taken from it."""
     way = _Pass(levels, profiles)
     try:
         end_s = least_span(lambda end_s: way.ends_s(end_s)[0] <= end_s, 0.0, way.held_back_s, PRECISION)
     except PackingError:
-        return [NONE] * (len(levels) - 1)
+        return [Team(NONE, 0.0)] * (len(levels) - 1)
     return way.ends_s(end_s)[1]
 
 
@@ -70,19 +78,20 @@ class _Pass:
         for requests in urgent:
             self._worth += self._spans[requests].worth
 
-    def ends_s(self, by_s: float) -> tuple[float, list[Integers]]:
+    def ends_s(self, by_s: float) -> tuple[float, list[Team]]:
         """When the last level ends if what is patient takes until `by_s`; and who is taken by each before it."""
-        left, taken, now_s = np.ones(self._count, np.bool_), [], 0.0
+        left, found, now_s = np.ones(self._count, np.bool_), [], 0.0
         for level in self._levels[:-1]:
-            taken.append(self._taken(level.patient, AIM * (by_s - now_s), left) if level.patient else NONE)
-            left[taken[-1]] = False
+            span_s = AIM * max(0.0, by_s - now_s)
+            found.append(Team(self._taken(level.patient, span_s, left) if level.patient else NONE, span_s))
+            left[found[-1].devices] = False
             if level.urgent:
                 now_s += self._spans[level.urgent].without_s(left)
-        return now_s + self._last.without_s(left), taken
+        return now_s + self._last.without_s(left), found
 
     def _taken(self, requests: tuple[Request, ...], span_s: float, left: Devices) -> Integers:
         """Of those who are left, enough to do these products in that time."""
-        cells = _cells(requests, self._slow, self._count, max(span_s, 0.0))
+        cells = _cells(requests, self._slow, self._count, span_s)
         offers = (cells / np.array([[request.shape.cells] for request in Counter(requests)])).mean(axis=0)
         order = np.flatnonzero(left & (offers > 0))
         order = order[np.argsort(-offers[order] / self._worth[order], kind="stable")]

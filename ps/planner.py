@@ -25,7 +25,7 @@ from ps.adapt import adapted, welcomed
 from ps.cost import Integers
 from ps.fluid import SLACK, Fluid, deal
 from ps.grid import grid_plan
-from ps.passes import teams
+from ps.passes import Team, teams
 from ps.plans import Level, Plan, PlanError, Request, Shape
 
 __all__ = ["Integers", "Level", "Plan", "PlanError", "Planner", "Question", "Request", "Shape", "adapted"]
@@ -39,7 +39,7 @@ MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait
 MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
 MOST_CACHED = 512
 SETTLED = 32  # uses of plans with newcomers in makeshift places, before they are made anew
-STILL_THERE = 0.9  # of a team for what is patient
+LATE = 1.1  # a team for what is patient is given up if it would take so many times as long as it has
 NONE_REVISED: Mapping[int, int] = MappingProxyType({})
 
 
@@ -76,13 +76,17 @@ class Question:
         """The plans of those that somebody waits for first."""
         return plans[: self.urgent] if self.apart else plans
 
+    def ends_s(self, plans: list[Plan]) -> float:
+        """When they end; what is patient ends later, and costs as much for every second that it ends later still."""
+        return _ends_s(plans) if not self.apart else _ends_s(plans[: self.urgent]) + _ends_s(plans[self.urgent :])
+
 
 @dataclass(slots=True)
 class _Cached:
     solved_for: Integers  # able devices
     able: Integers  # those that the plans, adapted since, are valid for
     plans: list[Plan]
-    ends_s: float  # by the model, when they were made
+    ends_s: float  # by the model, when they were made; see Question.ends_s
     revision: int  # of the profiles
     wasted_s: float = 0.0  # by ending later than that, in all uses
     uses: int = 0  # since somebody who has joined got a makeshift place in them
@@ -98,7 +102,7 @@ class Planner:
         self.kind = kind
         self._cache: OrderedDict[Question, _Cached] = OrderedDict()
         self._latest: Question | None = None
-        self._teams: dict[tuple[Level, ...], Integers] = {}  # by what is ahead: who does what is patient beside it
+        self._teams: dict[tuple[Level, ...], Team] = {}  # by what is ahead: who does what is patient beside it
 
     def __repr__(self) -> str:
         return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
@@ -147,13 +151,13 @@ class Planner:
         busy: Integers,
         used: bool,
     ) -> list[Plan]:
-        able, begins = without(able, busy), not len(busy)
+        able = without(able, busy)
         revision = max(revised.values(), default=0)
         kept = self._cache.get(question)
         if kept is not None:
             self._cache.move_to_end(question)
             same = kept.revision == revision and self._still_valid(kept, able, used)
-            if same and self._worth_keeping(kept, question.hurried(kept.plans), used):
+            if same and self._worth_keeping(kept, question.ends_s(kept.plans), used):
                 return kept.plans
             changed = [device for device, number in revised.items() if number > kept.revision]
             if self._adapt(kept, question, profiles, able, np.array(changed, np.int64), used):
@@ -161,27 +165,35 @@ class Planner:
                 return kept.plans
         if self.kind == "grid":
             plans = gridded(question.requests, profiles, able)
-        elif question.apart and len(team := self._team(question, profiles, able, begins)):
-            level = question.level
-            plans = solved(level.urgent, profiles, np.setdiff1d(able, team, assume_unique=True))
-            plans += solved(level.patient, profiles, team)
+        elif question.apart:
+            plans = self._solved_apart(question, profiles, able)
         else:
             plans = solved(question.requests, profiles, able)
         self.remember(question, able, plans, revision)
         return plans
 
-    def _team(self, question: Question, profiles: NDArray[np.void], able: Integers, begins: bool) -> Integers:
-        """Who does what is patient beside the rest. That is found for all of a pass when it begins, and again when too
-        few are left of those who were chosen then."""
-        chosen = self._teams.get(question.ahead)
-        if chosen is not None and not begins:
-            there: Integers = chosen[np.isin(chosen, able)]
-            if len(there) >= STILL_THERE * len(chosen):
-                return there
-        levels = [question.level, *question.ahead]
-        found = teams(levels, profiles[able])
-        self._teams = {tuple(levels[number + 1 :]): able[team] for number, team in enumerate(found)}
-        return self._teams[question.ahead]
+    def _solved_apart(self, question: Question, profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+        """What is patient by a team that ends it with the pass, the rest by the others. Teams are found for a whole
+        pass at once, and again when those who are left of one would be late."""
+        level = question.level
+        for known in (True, False):
+            if not known:
+                levels = [level, *question.ahead]
+                found = teams(levels, profiles[able])
+                self._teams = {
+                    tuple(levels[number + 1 :]): replace(team, devices=able[team.devices])
+                    for number, team in enumerate(found)
+                }
+            elif question.ahead not in self._teams:
+                continue
+            team = self._teams[question.ahead]
+            there: Integers = team.devices[np.isin(team.devices, able)]
+            if not len(there):
+                continue
+            patient = solved(level.patient, profiles, there)
+            if not known or _ends_s(patient) <= LATE * team.span_s:
+                return solved(level.urgent, profiles, np.setdiff1d(able, there, assume_unique=True)) + patient
+        return solved(question.requests, profiles, able)
 
     def knows(self, requests: Sequence[Request] | Question) -> bool:
         return Question.of(requests) in self._cache
@@ -190,8 +202,7 @@ class Planner:
         """These plans are new; devices with corrections up to that number are as they were when they were made."""
         own = _unchanging(able)
         followed_by = self._cache[question].followed_by if question in self._cache else None
-        ends_s = _ends_s(question.hurried(plans))
-        self._cache[question] = _Cached(own, own, plans, ends_s, revision, followed_by=followed_by)
+        self._cache[question] = _Cached(own, own, plans, question.ends_s(plans), revision, followed_by=followed_by)
         self._cache.move_to_end(question)
         if len(self._cache) > MOST_CACHED:
             self._cache.popitem(last=False)
@@ -222,18 +233,18 @@ class Planner:
             later = int(np.argmax([plan.makespan_s for plan in hurried]))  # those that end last need help most
             plans[later] = welcomed(plans[later], question.requests[later].shape, joined, profiles)
             kept.uses += 1
-        if not self._worth_keeping(kept, question.hurried(plans), used):
+        if not self._worth_keeping(kept, question.ends_s(plans), used):
             return False
         kept.plans = plans
         kept.able = _unchanging(able)
         return True
 
-    def _worth_keeping(self, kept: _Cached, plans: list[Plan], used: bool) -> bool:
+    def _worth_keeping(self, kept: _Cached, ends_s: float, used: bool) -> bool:
         """Has it cost less, with this use, than making a new one would?"""
-        wasted_s = kept.wasted_s + max(0.0, _ends_s(plans) - kept.ends_s)
+        wasted_s = kept.wasted_s + max(0.0, ends_s - kept.ends_s)
         if used:
             kept.wasted_s = wasted_s
-        return wasted_s <= SOLVING_S * len(plans)
+        return wasted_s <= SOLVING_S * len(kept.plans)
 
     def _still_valid(self, kept: _Cached, able: Integers, used: bool) -> bool:
         if kept.able is not able and not np.array_equal(kept.able, able):

@@ -3,6 +3,7 @@ sooner."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from ps.events import (
 )
 from ps.executor import Executor
 from ps.models import model_config
-from ps.passes import MOST_TAKEN, teams
+from ps.passes import MOST_TAKEN, Team, teams
 from ps.planner import Level, Planner, Question, Request, Shape
 from ps.products import recorded_step
 from testbed.virtual_server import VirtualServer
@@ -60,19 +61,20 @@ def test_nobody_is_in_two_teams_and_somebody_is_always_left(
     found = teams([*chain, Level((), last)], uniform_fleet("extreme", count, seed, line_share=0.01))
     assert len(found) == len(chain)
     left = count
-    for level, team in zip(chain, found, strict=True):
+    for level, team in zip(chain, [team.devices for team in found], strict=True):
         assert len(team) <= MOST_TAKEN * left
         assert level.patient or not len(team)
         left -= len(team)
     assert left >= 1
-    together = np.concatenate(found)
+    together = np.concatenate([team.devices for team in found])
     assert len(np.unique(together)) == len(together)
     assert all(0 <= device < count for device in together.tolist())
 
 
 def test_a_team_is_larger_the_less_time_is_left() -> None:
     long, short = ([Level((CHAIN,), (GRADIENT,)), *[Level((CHAIN,))] * more] for more in (16, 2))
-    assert len(teams(long, FLEET)[0]) < len(teams(short, FLEET)[0])
+    assert len(teams(long, FLEET)[0].devices) < len(teams(short, FLEET)[0].devices)
+    assert teams(long, FLEET)[0].span_s > teams(short, FLEET)[0].span_s
 
 
 def test_those_are_taken_whom_the_chain_misses_least() -> None:
@@ -80,8 +82,8 @@ def test_those_are_taken_whom_the_chain_misses_least() -> None:
     fleet = np.repeat(FLEET[:1], 40)
     fleet["up_bps"][::2] /= 10
     (team,) = teams([Level((CHAIN,) * 3, (GRADIENT,)), Level((CHAIN,))], fleet)
-    assert len(team) > 1
-    assert not (team % 2).any()
+    assert len(team.devices) > 1
+    assert not (team.devices % 2).any()
 
 
 # ---- planning
@@ -108,20 +110,21 @@ def test_who_is_busy_beside_all_this_is_left_alone_unless_nobody_else_is_there()
     assert len(plan.device)
 
 
-def test_a_pass_is_thought_through_once_and_again_when_its_teams_are_gone() -> None:
+def test_a_pass_is_thought_through_once_and_again_when_its_teams_would_be_late() -> None:
     planner, able = Planner(), np.arange(len(FLEET))
     first = planner.plan(question(more=8), FLEET, able)
-    chosen = planner._teams[question(more=8).ahead]
+    chosen = planner._teams[question(more=8).ahead].devices
     assert set(first[1].device.tolist()) <= set(chosen.tolist())
     later = Question((CHAIN, GRADIENT), 1, question().ahead[1:])
-    three = np.setdiff1d(able, chosen)[:3]
-    planner._teams[later.ahead] = three
+    known = Team(np.setdiff1d(able, chosen)[:30], span_s=100.0)
+    planner._teams[later.ahead] = known
     _, patient = planner.plan(later, FLEET, able, busy=chosen)
-    assert set(patient.device.tolist()) <= set(three.tolist())
+    assert set(patient.device.tolist()) <= set(known.devices.tolist())
     planner._cache.clear()
-    _, patient = planner.plan(later, FLEET, np.setdiff1d(able, three[:2]), busy=chosen)
-    assert not set(patient.device.tolist()) & set(three[:2].tolist())
-    assert not np.array_equal(planner._teams[later.ahead], three), "chosen anew"
+    planner._teams[later.ahead] = replace(known, span_s=0.01)
+    _, patient = planner.plan(later, FLEET, able, busy=chosen)
+    assert not np.array_equal(planner._teams[later.ahead].devices, known.devices), "chosen anew"
+    assert patient.makespan_s < 1.2 * planner._teams[later.ahead].span_s
 
 
 def test_nobody_is_taken_from_what_only_they_can_do() -> None:
@@ -129,7 +132,7 @@ def test_nobody_is_taken_from_what_only_they_can_do() -> None:
     fleet["memory_bytes"][0] = 200
     large = Request(Shape(1, 1, 54, 5))
     (team,) = teams([Level((large,), (large,)), Level((large,))], fleet)
-    assert not len(team)
+    assert not len(team.devices)
     for plan in Planner().plan(Question((large, large), 1, (Level((large,)),)), fleet, np.arange(2)):
         assert set(plan.device.tolist()) == {1}
 
