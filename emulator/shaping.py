@@ -43,7 +43,10 @@ from emulator.shaping_plan import (
 )
 
 UNLIMITED_SEGMENTS = 65_535
-DEFAULTS = {"net/ipv4/tcp_limit_output_bytes": 4 << 20, "net/ipv4/tcp_rto_min_us": 200_000}  # Linux's own
+DEFAULTS: dict[str, int | str] = {
+    "net/ipv4/tcp_limit_output_bytes": 4 << 20,
+    "net/ipv4/tcp_rto_min_us": 200_000,
+}  # Linux's own
 _LOCAL_TABLE, _MAIN_TABLE = 255, 254
 _UNICAST, _LOCAL = 1, 2
 _HOST_SCOPE, _LINK_SCOPE, _UNIVERSE = 254, 253, 0
@@ -338,11 +341,10 @@ class Ends:
             with suppress(NetlinkError):
                 self._outside.send([traffic.segments(self._outside, self._bridge.index, UNLIMITED_SEGMENTS)])
         if self.asked.namespace is not None:
-            with suppress(OSError):
-                for key, value in DEFAULTS.items():
+            usual = DEFAULTS | {_CONGESTION: netlink.setting(None, _CONGESTION) or CONGESTION_CONTROLS[0]}
+            for key, value in usual.items():
+                with suppress(OSError):  # not every kernel knows all of them
                     netlink.set_setting(self.asked.namespace, key, value)
-                if (usual := netlink.setting(None, _CONGESTION)) is not None:
-                    netlink.set_setting(self.asked.namespace, _CONGESTION, usual)
         for link, _, _, back in self._routes():
             with suppress(NetlinkError):
                 link.send([back])

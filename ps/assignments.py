@@ -60,7 +60,16 @@ class Assignments:
 
     def _end_apart(self, job_id: int) -> None:
         if self._apart.pop(job_id, None) is not None:
-            self._busy_apart = np.unique(np.concatenate(list(self._apart.values()) or [NONE]))
+            self._count_apart()
+
+    def _gone_apart(self, devices: list[int]) -> None:
+        """Somebody else may get their numbers."""
+        if np.isin(self._busy_apart, devices).any():
+            self._apart = {job: team[~np.isin(team, devices)] for job, team in self._apart.items()}
+            self._count_apart()
+
+    def _count_apart(self) -> None:
+        self._busy_apart = np.unique(np.concatenate(list(self._apart.values()) or [NONE]))
 
     def _end(self, job_id: int, block: int, turn: Turn) -> None:
         """Nobody needs this block any more, wherever it is."""

@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 
 from agent.errors import UserError
+from ps.cost import BYTES
 from ps.layerdrop import LayersStay, never_drops
 from ps.plans import Level, Request, Shape
 
@@ -60,6 +61,13 @@ class Program:
     output: int
     index: dict[fx.Node, int]
     ahead: tuple[tuple[Level, ...], ...] = ()  # of a backward pass: what is still to come, by `behind`
+
+    @property
+    def patient_bytes(self) -> int:
+        """Of the operands of all products that nobody waits for before the pass ends, if that is known."""
+        every = self.ahead[-1] if self.ahead else ()
+        shapes = [request.shape for level in every for request in level.patient]
+        return sum(BYTES * shape.batch * shape.inner * (shape.rows + shape.columns) for shape in shapes)
 
     def to_come(self, behind: int) -> tuple[Level, ...]:
         """After products that so many wait for; nothing, if that is not known."""
@@ -164,12 +172,14 @@ def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
             shape = _product_shape(node)
             if shape is None:
                 return ()
+            if not shape.flops:
+                continue  # there is nothing to send out
             of = urgent if node.behind else patient
             of.setdefault(node.behind or max(0, ready[-1]), []).append(Request(shape))
     levels = [Level(tuple(urgent.get(number, ())), tuple(patient.get(number, ()))) for number in range(top + 1)]
     return tuple(
         tuple(level for level in reversed(levels[:number]) if level.urgent or level.patient)
-        for number in range(top + 1)
+        for number in range(top + 2)  # and, before the first, all of them
     )
 
 

@@ -301,6 +301,7 @@ class Dispatcher(Assignments):
             self.devices[device] = record.gone()
             turn.freed.pop(device, None)
         self._able = self._able[~np.isin(self._able, devices)]
+        self._gone_apart(devices)
         for device in devices:
             self._suspects.pop(device, None)
             self._overtaken.discard(device)

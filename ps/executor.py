@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from ps.jobs import Product
 from ps.operands import Operand
 from ps.plans import Level
 
-SHELF_BYTES = 1 << 30  # operands of products that nobody waits for, held back or under way, at most
+SHELF_BYTES = 1 << 30  # operands that are kept for products that nobody waits for, at most
 
 
 class Engine(Protocol):
@@ -59,7 +59,7 @@ class Spent:
 
 class Executor:
     def __init__(self, engine: Engine, early: bool = False) -> None:
-        """`early`: products that nobody waits for go out beside the others."""
+        """`early`: products that nobody waits for go out beside the others, where that pays."""
         self.engine = engine
         self._early = early
         self.step = 0
@@ -103,11 +103,13 @@ class Executor:
         done: SimpleQueue[int] = SimpleQueue()
         outputs: dict[int, torch.Tensor] = {}  # of products that wait or are under way
         waiting: dict[int, Product] = {}  # to go out together
-        under_way: dict[int, int] = {}  # products, and the bytes of their operands
         # what takes long here comes last
         ready = [(node.heavy, i) for i, node in enumerate(program.nodes) if not missing[i] and i not in values]
         heapq.heapify(ready)
         unfinished = len(program.nodes)
+        # what is begun beside the rest is kept until the pass ends; and where devices keep slabs of weights from one
+        # pass to the next, each should have the same of each
+        early = self._early and self._uses == 1 and program.patient_bytes <= SHELF_BYTES
 
         def finish(index: int) -> None:
             nonlocal unfinished
@@ -125,14 +127,12 @@ class Executor:
             finish(index)
         while unfinished:
             if not ready or ready[0][0]:
-                group, ahead = _next_group(program, waiting, under_way, self._early)
+                group, ahead = _next_group(program, waiting, outputs.keys() - waiting.keys(), early)
                 if group:
-                    under_way |= {index: waiting[index].operand_bytes for index in group}
                     self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
             if not ready:
                 finished = self._collect(done)
                 for index in finished:
-                    del under_way[index]
                     node = program.nodes[index]
                     arguments, keywords = _arguments(program, node.fx_node, values)
                     values[index] = _epilogue(node.fx_node.target, outputs.pop(index), arguments, keywords)
@@ -196,21 +196,18 @@ class Executor:
 
 
 def _next_group(
-    program: Program, waiting: Mapping[int, Product], under_way: Mapping[int, int], early: bool
+    program: Program, waiting: Mapping[int, Product], under_way: Collection[int], early: bool
 ) -> tuple[list[int], tuple[Level, ...]]:
     """Those that most products wait for, one after another, and what is to come after them. The others would only take
     devices from them: they wait until as many wait for them as for any other, or until there is too much of them.
-    `early`: but those that nobody waits for go with them, if it is known what is to come, and as long as all of them
-    together are not too much. `under_way`: products, and the bytes that are kept for them."""
-    waiting_bytes = sum(product.operand_bytes for product in waiting.values())
-    if waiting_bytes > SHELF_BYTES:
+    `early`: but those that nobody waits for go with them, if it is known what is to come."""
+    if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
         return list(waiting), ()
-    behind = {index: program.nodes[index].behind for index in (*waiting, *under_way)}
-    most = max(behind.values(), default=0)
-    group = [index for index in waiting if behind[index] == most]
+    most = max((program.nodes[index].behind for index in (*waiting, *under_way)), default=0)
+    group = [index for index in waiting if program.nodes[index].behind == most]
     ahead = program.to_come(most) if early and group else ()
-    if ahead and waiting_bytes + sum(under_way[index] for index in under_way if not behind[index]) <= SHELF_BYTES:
-        group += [index for index in waiting if not behind[index]]
+    if ahead:
+        group += [index for index in waiting if not program.nodes[index].behind]
     return group, ahead
 
 

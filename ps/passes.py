@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ps.cost import Integers, Numbers
 from ps.fluid import PACKING_LOSS, Fluid
-from ps.law import PackingError, least_span
+from ps.law import least_span
 from ps.plans import Level, Request
 
 PRECISION = 0.01  # of the end of a pass
@@ -49,12 +49,12 @@ class Team:
 
 def teams(levels: Sequence[Level], profiles: NDArray[np.void]) -> list[Team]:
     """Which devices do the patient products of each level but the last, while the others go on with what is urgent.
-    Nobody, if some product can only be done by those who would be taken from it."""
+    Nobody, if that would end no sooner than to do them after the rest: devices are few, or some product can only be
+    done by those who would be taken from it."""
     way = _Pass(levels, profiles)
-    try:
-        end_s = least_span(lambda end_s: way.ends_s(end_s)[0] <= end_s, 0.0, way.held_back_s, PRECISION)
-    except PackingError:
+    if way.ends_s(way.held_back_s)[0] > way.held_back_s:
         return [Team(NONE, 0.0)] * (len(levels) - 1)
+    end_s = least_span(lambda end_s: way.ends_s(end_s)[0] <= end_s, 0.0, way.held_back_s, PRECISION)
     return way.ends_s(end_s)[1]
 
 
@@ -79,25 +79,39 @@ class _Pass:
             self._worth += self._spans[requests].worth
 
     def ends_s(self, by_s: float) -> tuple[float, list[Team]]:
-        """When the last level ends if what is patient takes until `by_s`; and who is taken by each before it."""
+        """When the last level ends if what is patient takes until `by_s`; and who is taken by each before it. A team
+        that ends sooner, being of whole devices, comes back then."""
         left, found, now_s = np.ones(self._count, np.bool_), [], 0.0
+        away: list[tuple[float, Integers]] = []  # until when, who
         for level in self._levels[:-1]:
-            span_s = AIM * max(0.0, by_s - now_s)
-            found.append(Team(self._taken(level.patient, span_s, left) if level.patient else NONE, span_s))
-            left[found[-1].devices] = False
+            for until_s, devices in away:
+                if until_s <= now_s:
+                    left[devices] = True
+            away = [one for one in away if one[0] > now_s]
+            team, takes_s = Team(NONE, 0.0), 0.0
+            if level.patient:
+                team, takes_s = self._taken(level.patient, AIM * max(0.0, by_s - now_s), left)
+            found.append(team)
+            left[team.devices] = False
+            away.append((now_s + takes_s, team.devices))
             if level.urgent:
                 now_s += self._spans[level.urgent].without_s(left)
         return now_s + self._last.without_s(left), found
 
-    def _taken(self, requests: tuple[Request, ...], span_s: float, left: Devices) -> Integers:
-        """Of those who are left, enough to do these products in that time."""
+    def _taken(self, requests: tuple[Request, ...], span_s: float, left: Devices) -> tuple[Team, float]:
+        """Of those who are left, enough to do these products in that time; and about how long that takes them."""
         cells = _cells(requests, self._slow, self._count, span_s)
         offers = (cells / np.array([[request.shape.cells] for request in Counter(requests)])).mean(axis=0)
         order = np.flatnonzero(left & (offers > 0))
         order = order[np.argsort(-offers[order] / self._worth[order], kind="stable")]
         most = int(MOST_TAKEN * np.count_nonzero(left))
-        enough = _crowding(requests, np.cumsum(cells[:, order], axis=1)) <= 1
-        return np.sort(order[: min(most, int(np.argmax(enough)) + 1 if enough.any() else most)])
+        crowding = _crowding(requests, np.cumsum(cells[:, order], axis=1))
+        enough = crowding <= 1
+        count = min(most, int(np.argmax(enough)) + 1 if enough.any() else len(order))
+        needs = float(crowding[count - 1]) if count else 0.0
+        # one device does whole products; rectangles have less perimeter, for their cells, the larger they are
+        takes_s = span_s * (needs if count == 1 else math.sqrt(needs))
+        return Team(np.sort(order[:count]), span_s), takes_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,13 @@ GROWN = 1.05  # a fleet that has grown by more deserves new plans
 SOLVING_S = 0.025
 MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait for it
 MOST_LOST = 256  # tiles of one plan: to find a new place for more of them takes longer than a new plan
-MOST_CACHED = 512
+MOST_CACHED = 4096  # a model of 80 layers asks some 500 questions a step
 SETTLED = 32  # uses of plans with newcomers in makeshift places, before they are made anew
 LATE = 1.1  # a team for what is patient is given up if it would take so many times as long as it has
 NONE_REVISED: Mapping[int, int] = MappingProxyType({})
 
 
-NOBODY: Integers = np.empty(0, np.int64)
+NONE_BUSY: Integers = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class Planner:
         self._cache: OrderedDict[Question, _Cached] = OrderedDict()
         self._latest: Question | None = None
         self._teams: dict[tuple[Level, ...], Team] = {}  # by what is ahead: who does what is patient beside it
+        self._teams_of = 0  # so many devices there were when these were chosen
 
     def __repr__(self) -> str:
         return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
@@ -113,7 +114,7 @@ class Planner:
         profiles: NDArray[np.void],
         able: Integers,
         revised: Mapping[int, int] = NONE_REVISED,
-        busy: Integers = NOBODY,
+        busy: Integers = NONE_BUSY,
     ) -> list[Plan]:
         """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revised`: devices whose profile
         has changed, each with the number of its latest change, a later one greater; `busy`: ids that are at work beside
@@ -129,15 +130,18 @@ class Planner:
         profiles: NDArray[np.void],
         able: Integers,
         revised: Mapping[int, int] = NONE_REVISED,
-        busy: Integers = NOBODY,
+        busy: Integers = NONE_BUSY,
     ) -> None:
         """Have ready what will be asked next, if it is what was asked next the last time: while the devices are at
         work, planning costs nothing."""
         latest = None if self._latest is None else self._cache.get(self._latest)
         if latest is None or (question := latest.followed_by) is None or question not in self._cache:
             return
+        kept = self._cache[question]
+        if kept.revision == max(revised.values(), default=0) and np.isin(kept.able, able).all():
+            return  # nobody is missing; who is busy by then is not known yet
         if not (question.patient or question.ahead):  # another pass: by then nobody is busy
-            busy = NOBODY
+            busy = NONE_BUSY
         if SOLVING_S * len(question.requests) <= MOST_AHEAD_S:
             with suppress(PlanError):  # who asks will hear of it
                 self._current(question, profiles, able, revised, busy, used=False)
@@ -151,7 +155,7 @@ class Planner:
         busy: Integers,
         used: bool,
     ) -> list[Plan]:
-        able = without(able, busy)
+        fleet, able = len(able), without(able, busy)
         revision = max(revised.values(), default=0)
         kept = self._cache.get(question)
         if kept is not None:
@@ -166,20 +170,22 @@ class Planner:
         if self.kind == "grid":
             plans = gridded(question.requests, profiles, able)
         elif question.apart:
-            plans = self._solved_apart(question, profiles, able)
+            plans = self._solved_apart(question, profiles, able, fleet)
         else:
             plans = solved(question.requests, profiles, able)
         self.remember(question, able, plans, revision)
         return plans
 
-    def _solved_apart(self, question: Question, profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    def _solved_apart(self, question: Question, profiles: NDArray[np.void], able: Integers, fleet: int) -> list[Plan]:
         """What is patient by a team that ends it with the pass, the rest by the others. Teams are found for a whole
-        pass at once, and again when those who are left of one would be late."""
+        pass at once, and again when those who are left of one would be late, or there are more in all."""
         level = question.level
+        if fleet > GROWN * self._teams_of:
+            self._teams.clear()
         for known in (True, False):
             if not known:
                 levels = [level, *question.ahead]
-                found = teams(levels, profiles[able])
+                found, self._teams_of = teams(levels, profiles[able]), fleet
                 self._teams = {
                     tuple(levels[number + 1 :]): replace(team, devices=able[team.devices])
                     for number, team in enumerate(found)
@@ -269,7 +275,16 @@ def _adapted_together(
 
 
 def _ends_s(plans: list[Plan]) -> float:
-    return max(plan.makespan_s for plan in plans)
+    """When the last device ends; one that takes part in several plans does one after another."""
+    if len(plans) == 1:
+        return plans[0].makespan_s
+    first = [np.unique(plan.device, return_index=True) for plan in plans]
+    devices, index = np.unique(np.concatenate([found[0] for found in first]), return_inverse=True)
+    ends_s = [
+        np.full(len(found[0]), plan.makespan_s) if plan.ends_s is None else plan.ends_s[found[1]]
+        for plan, found in zip(plans, first, strict=True)
+    ]
+    return float(np.bincount(index, np.concatenate(ends_s), len(devices)).max())
 
 
 def without(able: Integers, busy: Integers) -> Integers:

@@ -24,7 +24,7 @@ from emulator.performance import Models
 from ps.executor import Executor, Spent
 from ps.jobs import Product
 from ps.operands import Operand
-from ps.planner import NOBODY, NONE_REVISED, Integers, Level, Plan, Planner, Question, Request, without
+from ps.planner import NONE_BUSY, NONE_REVISED, Integers, Level, Plan, Planner, Question, Request, without
 from testbed.virtual_server import VirtualServer
 
 FORESEEN = 5  # steps of a run, at most
@@ -139,7 +139,7 @@ class Apart(Planner):
         profiles: NDArray[np.void],
         able: Integers,
         revised: Mapping[int, int] = NONE_REVISED,
-        busy: Integers = NOBODY,
+        busy: Integers = NONE_BUSY,
     ) -> list[Plan]:
         question = Question.of(requests)
         if self._shared and len(able) == self._devices and not revised and not self.knows(question):

@@ -35,7 +35,7 @@ from testbed.launch import links_of, models_of
 from testbed.load import between, look
 from testbed.predict import ModelledFleet
 from testbed.scenario import Scenario
-from testbed.training import collecting_between_steps
+from testbed.training import begins_early, collecting_between_steps
 
 LIMIT_S = 15.0  # of one probe's step
 
@@ -78,7 +78,7 @@ class Probe:
         (tokens,) = batches(read_text(data.text), 1, data.batch, data.sequence, scenario.seed)
         torch.manual_seed(scenario.seed)
         model: Any = build_model(config)
-        self._executor = Executor(_Nobody(), early=scenario.planner.kind == "packed")
+        self._executor = Executor(_Nobody(), early=begins_early(scenario))
         forward = distribute(model, self._executor.run)
         if scenario.planner.keep:
             self._executor.keep(model.parameters(), uses=training.micro_batches)

@@ -34,6 +34,8 @@ from testbed.load import Look, between, look
 from testbed.predict import Prediction, predict_step
 from testbed.scenario import Scenario
 
+ENOUGH_TO_PART = 8  # devices: of fewer, to set one apart for weight gradients costs more than it saves
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -216,10 +218,15 @@ def reference(scenario: Scenario, config: Any, data: list[torch.Tensor], display
     return Reference(steps, [p.detach() for p in model.parameters()], counter.get_total_flops())
 
 
+def begins_early(scenario: Scenario) -> bool:
+    """Whether weight gradients are begun beside the rest."""
+    return scenario.planner.kind == "packed" and scenario.fleet.devices >= ENOUGH_TO_PART
+
+
 def distributed(task: Task) -> Trained:
     scenario, data = task.scenario, task.data
     model = _model(scenario, task.config)
-    executor = Executor(task.host.server, early=scenario.planner.kind == "packed")
+    executor = Executor(task.host.server, early=begins_early(scenario))
     forward = distribute(model, executor.run)
     micro_batches = scenario.training.micro_batches
     if scenario.planner.keep:
@@ -256,7 +263,7 @@ def shapes_only(task: Task) -> Trained:
         graphs, parameters = recorded_step(
             task.config, scenario.data.batch // micro_batches, scenario.data.sequence, micro_batches
         )
-    executor = Executor(task.host.server, early=scenario.planner.kind == "packed")
+    executor = Executor(task.host.server, early=begins_early(scenario))
     if scenario.planner.keep:
         executor.keep(parameters, uses=micro_batches)
 

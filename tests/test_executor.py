@@ -297,24 +297,20 @@ def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_c
     assert early >= LINEAR_LAYERS[family.name] // 2
 
 
-def test_weight_gradients_beside_the_rest_do_not_keep_more_than_so_much(
+def test_weight_gradients_wait_if_all_of_them_would_weigh_too_much_or_weights_are_kept(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = [p for p in family.distributed()[1].fleet.submitted if not p.urgent]
-    most = sum(p.operand_bytes for p in weights) // 3
-    monkeypatch.setattr("ps.executor.SHELF_BYTES", most)
-    family.walker = Walker(Fleet(lambda count: 0))
-
-    def urgent_first(count: int) -> int:
-        under_way = family.walker.fleet.under_way
-        return next((i for i, p in enumerate(under_way) if p.urgent), 0)
-
-    fleet = family.distributed(urgent_first, early=True)[1].fleet
-    beside = [product for group, ahead in zip(fleet.groups, fleet.aheads, strict=True) if ahead for product in group]
-    early = {id(product) for product in beside if not product.urgent}
-    assert 0 < len(early) < len(weights)
-    for moment in fleet.moments:
-        assert sum(product.operand_bytes for product in moment if id(product) in early) <= most
+    fleet = family.distributed(early=True)[1].fleet
+    together = sum(p.operand_bytes for p in fleet.submitted if not p.urgent)
+    assert any(fleet.aheads)
+    monkeypatch.setattr("ps.executor.SHELF_BYTES", together - 1)
+    assert not any(family.distributed(early=True)[1].fleet.aheads)
+    monkeypatch.setattr("ps.executor.SHELF_BYTES", together)
+    assert any(family.distributed(early=True)[1].fleet.aheads)
+    family.walker = walker = Walker(Fleet(None), early=True)
+    walker.keep(family.model.parameters(), uses=2)
+    family._step(family.forward, seed=1)
+    assert not any(walker.fleet.aheads)
 
 
 def test_weight_gradients_that_weigh_too_much_go_out_earlier_and_hold_nobody_up(

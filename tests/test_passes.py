@@ -3,6 +3,7 @@ sooner."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,8 +25,8 @@ from ps.events import (
 )
 from ps.executor import Executor
 from ps.models import model_config
-from ps.passes import MOST_TAKEN, Team, teams
-from ps.planner import Level, Planner, Question, Request, Shape
+from ps.passes import MOST_TAKEN, Team, _Pass, teams
+from ps.planner import Level, Planner, Question, Request, Shape, _ends_s
 from ps.products import recorded_step
 from testbed.virtual_server import VirtualServer
 
@@ -55,20 +56,31 @@ levels = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(levels, st.lists(requests, min_size=1, max_size=2).map(tuple), st.integers(1, 40), st.integers(0, 5))
-def test_nobody_is_in_two_teams_and_somebody_is_always_left(
-    chain: list[Level], last: tuple[Request, ...], count: int, seed: int
-) -> None:
+def test_somebody_is_always_left(chain: list[Level], last: tuple[Request, ...], count: int, seed: int) -> None:
     found = teams([*chain, Level((), last)], uniform_fleet("extreme", count, seed, line_share=0.01))
     assert len(found) == len(chain)
-    left = count
-    for level, team in zip(chain, [team.devices for team in found], strict=True):
-        assert len(team) <= MOST_TAKEN * left
-        assert level.patient or not len(team)
-        left -= len(team)
-    assert left >= 1
-    together = np.concatenate([team.devices for team in found])
-    assert len(np.unique(together)) == len(together)
-    assert all(0 <= device < count for device in together.tolist())
+    for level, team in zip(chain, found, strict=True):
+        assert len(team.devices) <= MOST_TAKEN * count
+        assert len(np.unique(team.devices)) == len(team.devices)
+        assert all(0 <= device < count for device in team.devices.tolist())
+        assert level.patient or not len(team.devices)
+
+
+def test_who_has_ended_may_be_taken_again_and_nobody_else() -> None:
+    chain = [Level((CHAIN,), (GRADIENT,))] * 200
+    found = teams([*chain, Level((), (GRADIENT,))], FLEET)
+    taken = np.concatenate([team.devices for team in found])
+    assert len(taken) > len(FLEET), "whole devices end sooner than the pass, and come back"
+    for before, after in itertools.pairwise(found):
+        assert not set(before.devices.tolist()) & set(after.devices.tolist())
+
+
+def test_where_devices_are_few_and_levels_many_nothing_is_modelled_to_end_later_than_if_it_waited() -> None:
+    fleet = uniform_fleet("extreme", 40, 1, line_share=0.001)
+    chain = [Level((CHAIN,), (GRADIENT,) * 4)] * 60
+    found = teams([*chain, Level((), (GRADIENT,))], fleet)
+    held_back_s = _Pass([*chain, Level((), (GRADIENT,))], fleet).held_back_s
+    assert all(team.span_s <= held_back_s for team in found)
 
 
 def test_a_team_is_larger_the_less_time_is_left() -> None:
@@ -125,6 +137,46 @@ def test_a_pass_is_thought_through_once_and_again_when_its_teams_would_be_late()
     _, patient = planner.plan(later, FLEET, able, busy=chosen)
     assert not np.array_equal(planner._teams[later.ahead].devices, known.devices), "chosen anew"
     assert patient.makespan_s < 1.2 * planner._teams[later.ahead].span_s
+
+
+def test_teams_are_chosen_anew_when_the_fleet_has_grown() -> None:
+    table = uniform_fleet("extreme", 200, seed=1, line_share=0.001)
+    planner, every = Planner(), np.arange(200)
+    planner.plan(question(), table, np.arange(20))
+    grown = planner.plan(question(), table, every)
+    fresh = Planner().plan(question(), table, every)
+    assert [plan.makespan_s for plan in grown] == [plan.makespan_s for plan in fresh]
+
+
+def test_plans_for_which_nobody_is_missing_stay_though_others_are_busy_now() -> None:
+    planner, able = Planner(), np.arange(len(FLEET))
+    later = Question((CHAIN,), 0, question().ahead[1:])
+    for asked in (question(), later, question()):
+        planner.plan(asked, FLEET, able)
+    before = planner._cache[later].plans
+    busy = before[0].device[:5]
+    planner.plan_ahead(FLEET, able, busy=busy)
+    assert planner._cache[later].plans is before
+    lost = int(before[0].device[0])
+    planner.plan_ahead(FLEET, np.delete(able, lost), busy=busy)
+    after = planner._cache[later].plans[0]
+    assert lost not in after.device
+    assert not set(after.device.tolist()) & set(busy.tolist())
+
+
+def test_the_next_pass_is_planned_for_all_though_some_are_busy_beside_this_one() -> None:
+    planner, able = Planner(), np.arange(len(FLEET))
+    for asked in (question(), Question((CHAIN,)), question()):
+        planner.plan(asked, FLEET, able)
+    lost = int(planner._cache[Question((CHAIN,))].plans[0].device[0])
+    planner.plan_ahead(FLEET, np.delete(able, lost), busy=np.delete(able, lost)[:30])
+    assert len(planner._cache[Question((CHAIN,))].able) == len(FLEET) - 1
+
+
+def test_products_done_one_after_another_end_when_the_last_of_them_does() -> None:
+    few = FLEET[:1]
+    one, *_ = plans = Planner().plan([GRADIENT] * 3, few, np.arange(1))
+    assert _ends_s(plans) == pytest.approx(3 * one.makespan_s)
 
 
 def test_nobody_is_taken_from_what_only_they_can_do() -> None:
@@ -202,6 +254,30 @@ def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
     lost = min(world.devices(1))
     world.handle(DevicesLeft([lost]))
     assert world.devices(1) - {lost} <= team
+
+
+def test_what_is_lost_of_it_overtakes_what_waits() -> None:
+    world = World()
+    world.submit(0, question(patient=3))
+    waiting = [record for record in world.dispatcher.devices if record.background]
+    assert waiting, "there is something to overtake"
+    world.handle(DevicesLeft([min(world.devices(1))]))
+    overtaken = 0
+    for record in world.dispatcher.devices:
+        repairs = [world.dispatcher.jobs[job].first[block] for job, block in record.background]
+        assert repairs == sorted(repairs, reverse=True)
+        overtaken += len(set(repairs)) > 1
+    sent = [key for key in world.sent if world.dispatcher.jobs[key[0]].first[key[1]]]
+    assert overtaken or sent
+
+
+def test_a_newcomer_with_the_number_of_one_who_left_is_not_busy() -> None:
+    world = World()
+    world.submit(0, question())
+    gone = min(world.devices(1))
+    world.handle(DevicesLeft([gone]))
+    assert gone not in world.dispatcher._busy_apart
+    assert len(world.dispatcher._busy_apart)
 
 
 # ---- a whole step
