@@ -22,4 +22,4 @@ RUN python3 -m compileall -q /cleave
 WORKDIR /cleave
 USER 65534:65534
 ENTRYPOINT ["python3", "-m"]
-CMD ["emulator.pod", "--help"]
+CMD ["emulator.pods.pod", "--help"]

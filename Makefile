@@ -29,7 +29,7 @@ testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-
 image: $(RUNTIME) ## the image of devices for LAUNCH=docker; BASE=debootstrap needs no registry
 	@$(BIN)/cleave image $(if $(BASE),--base $(BASE))
 
-test: lint ## lint, then all tests; ARGS="-k name" is passed to pytest
+test: lint ## lint, then all tests; ARGS="-k name" is passed to pytest, e.g. ARGS="-n 2 --dist loadfile -m 'not alone'"
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(DEV) ## ruff and mypy --strict
@@ -41,10 +41,10 @@ bench: $(RUNTIME) ## benchmarks; PEERS=1 sets Ray and Dask beside them
 	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers)
 
 chaos: $(RUNTIME) ## seeded faults on the real dispatcher, checked after every event; TIME_S=600 SEED=1
-	@$(BIN)/python -m testbed.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)
+	@$(BIN)/python -m testbed.faults.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)
 
-fuzz: $(RUNTIME) ## nonsense at a real server, before and after the handshake; MESSAGES=1000000 SEED=1
-	@$(BIN)/python -m testbed.fuzz --messages $(or $(MESSAGES),100000) --seed $(or $(SEED),0)
+fuzz: $(RUNTIME) ## nonsense at a real server, before and after admission; MESSAGES=1000000 SEED=1
+	@$(BIN)/python -m testbed.faults.fuzz --messages $(or $(MESSAGES),100000) --seed $(or $(SEED),0)
 
 phones: $(RUNTIME) ## deploy to every phone on adb; DRY=1 prints every adb command, PORT=5555 of the server
 	@$(BIN)/cleave phones start $(if $(DRY),--dry-run) $(if $(PORT),--server-port $(PORT))

@@ -1,1 +1,1 @@
-"""The device side of Cleave Testbed: small enough for a phone."""
+"""The device side of Cleave Testbed, small enough for a phone."""

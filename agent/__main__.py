@@ -1,7 +1,11 @@
-"""Lend this device to a server: `python -m agent --invitation LINK`, and from then on `python -m agent`; or, on the
-server's own machine, `--ps tcp://127.0.0.1:PORT`. Measure it: `python -m agent measure`.
+"""The agent's command line. `python -m agent` lends this device to a server.
 
-When it may work is up to its owner: `python -m agent rules`. Why it does not: `python -m agent status`."""
+The first start needs an invitation: `--invitation LINK` or `--invitation-file FILE`; later starts remember the server.
+On the server's own machine, `--ps tcp://127.0.0.1:PORT` joins without one.
+
+Subcommands: `measure` profiles this device, `rules` shows and sets when it may work, `status` says what it does and
+why, `update` installs a release that waits for the owner's approval.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agent.wire import Refused
+    from agent.identity.update import Offer
 
 UPDATE_AGAIN_S = 300.0
 
@@ -28,15 +32,19 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     match words[:1]:
         case ["rules"]:
-            from agent import rules
+            from agent.owner import rules_file as rules
 
             return rules.run(words[1:])
         case ["status"]:
-            from agent import status
+            from agent.owner import status
 
             return status.run(words[1:])
+        case ["update"]:
+            from agent.identity import update
+
+            return update.run(words[1:])
         case ["measure"]:
-            from agent import measure
+            from agent.measure import command as measure
 
             options = _measure_parser().parse_args(words[1:])
             _limit_threads(options.threads)
@@ -46,16 +54,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _lend(words: list[str]) -> int:
     options = _parser().parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    stop = SignalStop()  # first, so that no signal finds us without it
+    if options.invitation is not None:
+        from agent.identity.command_line import hide_tokens
 
-    from agent.rules import read_rules, rules_file
-    from agent.state import Identity, open_folder
+        hide_tokens()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    stop = SignalStop()  # before anything slow, so that no signal is missed
+
+    from agent.identity.state import Identity, open_folder
+    from agent.identity.update_state import note_running
+    from agent.owner.rules_file import read_rules, rules_file
 
     try:
         folder = open_folder(options.state)
         identity = Identity(folder, options.name)
         rules = read_rules(rules_file())
+        note_running(folder)
     except ValueError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
@@ -64,20 +78,24 @@ def _lend(words: list[str]) -> int:
 
     import numpy as np
 
-    from agent.known import know
-    from agent.line import find_line
-    from agent.profile import Profile, pack_profiles
-    from agent.status import Status
-    from agent.traffic import Meter
-    from agent.units import parse_duration, parse_rate, parse_size
-    from agent.watch import Watch
-    from agent.wire import Join
-    from agent.worker import RESTART, UPDATE, Worker
+    from agent.compute.worker import RESTART, UPDATE, Worker
+    from agent.identity.bundle_file import report_start
+    from agent.identity.command_line import without_invitation
+    from agent.identity.invitation import forget_file, read_link
+    from agent.identity.server_choice import find_line
+    from agent.measure.known import know
+    from agent.owner.data_cap import Meter
+    from agent.owner.status import Status
+    from agent.owner.watch import Watch
+    from agent.protocol.profile import Profile, pack_profiles
+    from agent.protocol.units import parse_duration, parse_rate, parse_size
+    from agent.protocol.wire import Join
 
     log = logging.getLogger("agent")
     resources = contextlib.ExitStack()
     try:
-        line = resources.enter_context(find_line(options.ps, options.invitation, options.state))
+        link = options.invitation if options.invitation_file is None else read_link(options.invitation_file)
+        line = resources.enter_context(find_line(options.ps, link, options.state, options.trust_signer))
         rates = {"down_bps": parse_rate(options.down), "up_bps": parse_rate(options.up)}
         latency_s, memory_bytes = parse_duration(options.latency), parse_size(options.memory)
         known = know(folder, options.name, threads, options.kernel, options.memory, not options.unmeasured)
@@ -113,42 +131,58 @@ def _lend(words: list[str]) -> int:
         about["profile"] = known.profile
     server = line.endpoints[0]
     status = Status(folder, name=options.name, server=server, kernel=measured.kernel.name, flops=measured.flops)
+
+    def tell(state: str, why: str, until_s: float | None) -> None:
+        status.tell(state, why, until_s)
+        report_start()
+
+    def welcomed() -> None:
+        line.welcomed()
+        if options.invitation_file is not None:
+            forget_file(options.invitation_file)
+
     over_cable = all(_is_loopback(endpoint) for endpoint in line.endpoints)
     with resources, Watch(rules_file(), rules, Meter(folder / "traffic.json"), over_cable) as watch:
         worker = Worker(
             line.endpoints,
-            Join(pack_profiles([profile]), [options.name], about, line.token),
+            Join(pack_profiles([profile]), [options.name], about),
             measured.kernel,
             stop,
             watch,
             once=options.once,
             curve=line.curve,
-            on_welcome=line.welcomed,
-            tell=status.tell,
+            token=line.token,
+            entrances=line.entrances,
+            on_welcome=welcomed,
+            tell=tell,
         )
         code = worker.run()
     log.info(
         "%d blocks in %.1f s of computing, %d failed", worker.tally.blocks, worker.tally.compute_s, worker.tally.failed
     )
     if code == UPDATE and worker.outdated is not None:
-        code = _update(folder, worker.outdated, stop)
+        from agent.identity.update import Offer
+
+        code = _update(folder, Offer(worker.outdated, worker.endpoint, line.curve is not None), stop)
     if code == RESTART:
         log.info("beginning again")
         sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "agent", *words])
-    if code != 2:
+        os.execv(sys.executable, [sys.executable, "-m", "agent", *without_invitation(words)])  # server is remembered
+    if code not in (2, UPDATE):
         status.tell("ended", "the owner stopped it" if stop.requested else "the run is over", None)
     return code
 
 
-def _update(folder: Path, refused: Refused, stop: SignalStop) -> int:
-    """Whether it worked or may work later: begin again. The exit code if somebody has to help, or wants us to end."""
-    from agent.errors import UserError
-    from agent.update import NotNow, update
-    from agent.worker import RESTART
+def _update(folder: Path, offer: Offer, stop: SignalStop) -> int:
+    """Exit code. UPDATE: the launcher starts the new agent. RESTART: try again. 2: the owner must act. 0: stopped."""
+    from agent.compute.worker import RESTART, UPDATE
+    from agent.identity.update import NotNow, update
+    from agent.owner.rules_file import read_rules, rules_file
+    from agent.protocol.errors import UserError
 
     try:
-        update(folder, refused)
+        if update(folder, offer, read_rules(rules_file()).updates):
+            return UPDATE
     except UserError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
@@ -159,19 +193,19 @@ def _update(folder: Path, refused: Refused, stop: SignalStop) -> int:
 
 
 def _limit_threads(threads: int) -> None:
-    """BLAS reads these when NumPy is first imported, hence before anything that imports it."""
+    """Call before anything imports NumPy: BLAS reads these variables on the first import."""
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
 
 
 def _is_loopback(address: str) -> bool:
-    """A server there is at the other end of a cable (adb reverse), or on this machine: no network is used."""
+    """True if the server is on this machine or at the other end of a cable (adb reverse): no network is used."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class SignalStop:
-    """SIGTERM or Ctrl-C ask the agent to leave; a pipe wakes the loop that waits on a socket."""
+    """SIGTERM and Ctrl-C ask the agent to leave. A socket pair wakes the loop that polls."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -200,8 +234,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     server = parser.add_mutually_exclusive_group()
     server.add_argument("--invitation", metavar="LINK", help="from the server's owner; needed once, then remembered")
+    server.add_argument(
+        "--invitation-file", metavar="FILE", help="the same, read from a file that is removed when it has served, or -"
+    )
     server.add_argument("--ps", metavar="ADDRESS", help="a server on this machine, as it printed it: tcp://HOST:PORT")
     parser.add_argument("--state", metavar="FOLDER", help="where keys and the server are remembered")
+    parser.add_argument(
+        "--trust-signer",
+        action="store_true",
+        help="take updates from the signer that this invitation names from now on",
+    )
     parser.add_argument("--name", default=platform.node() or "device", help="what people read in tables (%(default)s)")
     parser.add_argument("--threads", type=_positive, default=1, help="cores to lend (%(default)s)")
     parser.add_argument("--memory", default="512 MB", help="memory to lend (%(default)s)")
@@ -216,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_parser() -> argparse.ArgumentParser:
-    from agent import measure
+    from agent.measure import command as measure
 
     parser = argparse.ArgumentParser(
         prog="python -m agent measure",

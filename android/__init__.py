@@ -1,1 +1,1 @@
-"""Phones: the bundle they run, the script that installs it in Termux, and deployment over a cable."""
+"""Phones: the bundle that they run, the script that installs it in Termux, and deployment over adb."""

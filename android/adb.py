@@ -1,6 +1,6 @@
-"""Talking to phones through `adb`: who is there, what they are, and what their refusals mean.
+"""Talks to phones through `adb`: lists them, reads their facts, explains their errors.
 
-Parsing is pure. `Adb` runs the program, each time with a limit; in a dry run it prints every command and runs only
+Parsing is pure. `Adb` runs the program with a time limit per call; in a dry run it prints every command and runs only
 those that change nothing.
 """
 
@@ -12,11 +12,11 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.errors import UserError
+from agent.protocol.errors import UserError
 
 LIMIT_S = 30.0
 
-# what a state means to the person who holds the cable
+# adb's states, explained to the person at the cable
 STATES = {
     "unauthorized": "not allowed yet: unlock the phone and accept 'Allow USB debugging?' on its screen",
     "authorizing": "being allowed: look at the phone's screen, then try again",
@@ -29,7 +29,7 @@ STATES = {
     "bootloader": "in its bootloader: start Android",
 }
 
-# one call tells all that adb's own user may know; run-as works if this Termux is a debuggable build
+# everything that adb's own user may read, in one call; run-as works if this Termux is a debuggable build
 FACTS = """echo "model=$(getprop ro.product.model)"
 echo "android=$(getprop ro.build.version.release)"
 echo "soc=$(getprop ro.soc.model)"
@@ -43,11 +43,11 @@ dumpsys battery"""
 @dataclass(frozen=True, slots=True)
 class Attached:
     serial: str
-    state: str  # "device" is the good one
+    state: str  # "device" means ready
 
     @property
     def trouble(self) -> str:
-        """Empty if it can be talked to."""
+        """Why the phone cannot be used; empty if it can."""
         if self.state == "device":
             return ""
         known = next((words for state, words in STATES.items() if self.state.startswith(state)), None)
@@ -78,7 +78,7 @@ class Answer:
 
 
 def parse_devices(text: str) -> list[Attached]:
-    """Of `adb devices -l`: a serial, a state that may have spaces and a hint in brackets, then key:value pairs."""
+    """Parse `adb devices -l`: a serial, a state that may have spaces and a hint in brackets, then key:value pairs."""
     found = []
     for line in text.splitlines():
         match = re.match(r"(\S+)\s+(no permissions|[a-z]+)(?=\s|$)", line)
@@ -106,7 +106,7 @@ def parse_facts(text: str) -> Facts:
 
 class Adb:
     def __init__(self, program: str = "adb", dry_run: Callable[[str], None] | None = None) -> None:
-        """`dry_run` is told every command instead of its being run."""
+        """`dry_run` is called with every command; only commands that change nothing are then run."""
         self._program, self._tell = program, dry_run
 
     @property
@@ -122,7 +122,7 @@ class Adb:
     def __call__(
         self, serial: str, *words: str, stdin: str = "", limit_s: float = LIMIT_S, reads: bool = False
     ) -> Answer:
-        """`reads`: changes nothing on the phone."""
+        """`reads`: the command changes nothing on the phone."""
         return self._run(["-s", serial, *words], stdin, limit_s, reads)
 
     def _run(self, words: list[str], stdin: str, limit_s: float, reads: bool) -> Answer:
@@ -138,7 +138,7 @@ class Adb:
                 text=True,
                 errors="replace",
                 timeout=limit_s,
-                start_new_session=True,  # adb's own server stays when we are interrupted
+                start_new_session=True,  # adb's own server survives our Ctrl-C
             )
         except FileNotFoundError:
             raise UserError(

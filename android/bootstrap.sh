@@ -3,11 +3,13 @@
 #
 #   sh bootstrap.sh [--boot] [--wake-lock] 'cleave://...' [options of the agent]
 #   sh bootstrap.sh update                                 another agent, the options as they were
-#   cleave-agent start | stop | status | rules | log | boot on | boot off | uninstall [--packages]
+#   cleave-agent start | stop | status | rules | update | log | boot on | boot off | uninstall [--packages]
 #
 # The server that hands this script out has written its address and the bundle's checksum into it. POSIX sh; every step
 # first looks whether it is done, and a file is moved to its place when it is whole: run it again after any trouble.
 # In a proot (or on any Linux) there is no pkg: python3, numpy and pyzmq must be there, all else is the same.
+# The agent is started by a loop of this script, the launcher, which brings the previous bundle back when a new one does
+# not start. It runs none of the bundle's code, and an update of the agent does not replace it.
 set -u
 
 URL='@URL@'
@@ -16,6 +18,7 @@ folder="${CLEAVE_HOME:-$HOME/.cleave}"
 boot_script="$HOME/.termux/boot/cleave-agent"
 bin="${PREFIX:-$HOME/.local}/bin"
 command="$bin/cleave-agent"
+invitation="$folder/invitation"
 export CLEAVE_AGENT_STATE="$folder/state" CLEAVE_RULES="$folder/owner.toml" # what the agent keeps is removed with it
 export ORT_DISABLE_TELEMETRY=1 # or ONNX Runtime makes itself an identity among your files as soon as it is loaded
 
@@ -28,7 +31,7 @@ fail() {
 
 usage() {
     fail "what shall it do? sh bootstrap.sh 'cleave://...' installs and starts the agent with an invitation; afterwards
-there is: cleave-agent start | stop | status | rules | log | boot on | boot off | uninstall"
+there is: cleave-agent start | stop | status | rules | update | log | boot on | boot off | uninstall"
 }
 
 main() {
@@ -40,6 +43,7 @@ main() {
         boot) boot "${2-}" ;;
         uninstall) uninstall "${2-}" ;;
         update) update_all ;;
+        launch) launch ;; # by start_agent, in the background
         *) install_all "$@" ;;
     esac
 }
@@ -60,6 +64,7 @@ install_all() {
     done
     case "${1-}" in
         cleave://*) server=--invitation ;;
+        "$invitation") server=--invitation-file ;; # update_all: what it was installed with
         tcp://*) server=--ps ;;
         *) usage ;;
     esac
@@ -70,7 +75,12 @@ install_all() {
     fetch_bundle
     install_command
     self_test
-    remember_origin
+    if [ "$server" = --invitation ]; then # in a file of its own, which the agent removes when the server knows this phone
+        remember "$invitation" "$1"
+        server=--invitation-file
+        shift
+        set -- "$invitation" "$@"
+    fi
     remember "$folder/options" "$server" "$@"
     remember "$folder/kernel" ${kernel:+"$kernel"}
     offer_boot "$want_boot"
@@ -188,6 +198,7 @@ fetch_bundle() {
         fail "what came from $URL/agent.zip is not what the invitation promised (wrong checksum): it was thrown away. \
 Ask for a new invitation; if it happens again, somebody on the network changes what you fetch."
     fi
+    rm -f "$folder/agent.zip.trial" # installed by hand: no trial
     said=$(mv -f "$part" "$folder/agent.zip" 2>&1) || explain "putting the agent in its place" "$said"
     changed=yes
     say "the agent is there, checksum verified ($(wc -c <"$folder/agent.zip" | tr -d ' ') bytes)"
@@ -208,7 +219,7 @@ install_command() {
 # A broken ONNX Runtime raises, computes wrongly or takes the whole process with it; the last is why this is a process.
 self_test() {
     kernel=''
-    test_code='from agent.kernels import available_kernels
+    test_code='from agent.compute.kernels import available_kernels
 kernels, rejected = available_kernels()
 print("works:", *[kernel.name for kernel in kernels])
 print("rejected:", *rejected.values())'
@@ -220,7 +231,7 @@ print("rejected:", *rejected.values())'
         return
     fi
     kernel=numpy
-    said=$(PYTHONPATH="$folder/agent.zip" "$python" -c 'import agent.kernels' 2>&1) ||
+    said=$(PYTHONPATH="$folder/agent.zip" "$python" -c 'import agent.compute.kernels' 2>&1) ||
         fail "self-test: the agent does not load: $(printf '%s' "$said" | tail -n 1). Try 'pkg upgrade', then run the same \
 command again."
     say "self-test: NumPy is used; not ONNX Runtime: its test crashed"
@@ -237,18 +248,26 @@ remember() { # in file $1, one word a line
     mv -f "$file.part" "$file"
 }
 
-remember_origin() { # for the agent itself, which updates from there when the server asks for a later one
-    said=$(PYTHONPATH="$folder/agent.zip" "$python" -c 'import sys
-from agent.state import open_folder, update_state
-update_state(open_folder(), bundle_url=sys.argv[1], bundle_sha256=sys.argv[2])' "$URL/agent.zip" "$SHA256" 2>&1) ||
-        explain "writing into $folder" "$said"
-}
-
-update_all() {
+update_all() { # with the bundle that this script was handed out with; the phone's own copy: with the one that waits
     [ -s "$folder/options" ] || usage
+    case "$SHA256" in
+        *@*)
+            was_running=''
+            if running; then
+                was_running=yes
+                stop_agent
+            fi
+            if ask_agent update; then
+                start_agent
+                return
+            fi
+            [ -z "$was_running" ] || start_agent
+            exit 1
+            ;;
+    esac
     set --
     while IFS= read -r option; do set -- "$@" "$option"; done <"$folder/options"
-    shift # --invitation or --ps
+    shift # --invitation-file or --ps
     install_all "$@"
 }
 
@@ -306,13 +325,17 @@ boot() {
 
 # ---- running
 
-running() { # sets pid; a number that now belongs to something else does not count
-    pid=$(cat "$folder/agent.pid" 2>/dev/null) || return 1
-    alive && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q -- ' -m agent '
+running() { # sets pid: the agent's, or its launcher's while that one starts it
+    is_process agent ' -m agent ' || is_process launcher ' launch '
+}
+
+is_process() { # sets pid to that in $1.pid; a number that now belongs to something else does not count
+    pid=$(cat "$folder/$1.pid" 2>/dev/null) || return 1
+    alive "$pid" && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q -- "$2"
 }
 
 alive() { # also a process that ended and was not waited for is none
-    case "$(cat "/proc/$pid/stat" 2>/dev/null)" in '' | *") Z "*) return 1 ;; *) return 0 ;; esac
+    case "$(cat "/proc/$1/stat" 2>/dev/null)" in '' | *") Z "*) return 1 ;; *) return 0 ;; esac
 }
 
 start_agent() {
@@ -324,17 +347,15 @@ start_agent() {
     find_python
     if [ -e "$folder/wake-lock" ]; then termux-wake-lock || say "the wake lock was refused; it goes on without"; fi
     [ ! -e "$folder/agent.log" ] || mv -f "$folder/agent.log" "$folder/agent.log.1"
-    set --
-    while IFS= read -r option; do set -- "$@" "$option"; done <"$folder/options"
-    if [ -s "$folder/kernel" ]; then set -- "$@" --kernel "$(cat "$folder/kernel")"; fi
-    PYTHONPATH="$folder/agent.zip" nohup "$python" -m agent "$@" </dev/null >"$folder/agent.log" 2>&1 &
+    rm -f "$folder/agent.pid"
+    nohup "$(command -v sh)" "$command" launch </dev/null >"$folder/agent.log" 2>&1 &
     pid=$!
-    printf '%s\n' "$pid" >"$folder/agent.pid" || explain "writing $folder/agent.pid" ""
+    printf '%s\n' "$pid" >"$folder/launcher.pid" || explain "writing $folder/launcher.pid" ""
     say "the agent has started (process $pid); waiting for the server"
     waited=0
     while [ "$waited" -lt 300 ]; do
-        if ! alive; then
-            rm -f "$folder/agent.pid"
+        if ! alive "$pid"; then
+            rm -f "$folder/agent.pid" "$folder/launcher.pid"
             fail "the agent ended at once: $(tail -n 3 "$folder/agent.log")"
         fi
         if found=$(grep -m 1 -e ' joined ' -e ' not working: ' "$folder/agent.log"); then
@@ -353,26 +374,114 @@ start_agent() {
 
 stop_agent() {
     if running; then
-        kill "$pid"
+        if is_process launcher ' launch '; then kill "$pid"; fi # it passes it on, and does not start another
         waited=0
-        while alive && [ "$waited" -lt 50 ]; do
+        while running; do
+            if ! is_process launcher ' launch ' && running; then kill "$pid"; fi
             sleep 0.2
             waited=$((waited + 1))
+            [ "$waited" -lt 50 ] || break
         done
-        if alive; then kill -9 "$pid"; fi
+        if is_process launcher ' launch '; then kill -9 "$pid"; fi
+        if is_process agent ' -m agent '; then kill -9 "$pid"; fi
         say "the agent has left"
     else
         say "the agent was not running"
     fi
-    rm -f "$folder/agent.pid"
+    rm -f "$folder/agent.pid" "$folder/launcher.pid"
     if [ -e "$folder/wake-lock" ]; then termux-wake-unlock 2>/dev/null; fi
     return 0
+}
+
+# ---- the launcher
+
+tries_at_most=2
+start_s="${CLEAVE_START_S:-120}" # from its start to joining; measuring the phone, once, takes up to 90 s
+settle_s="${CLEAVE_SETTLE_S:-5}" # then it must not crash for so long
+
+launch() { # run the agent, and after an update the new one; see agent/identity/bundle_file.py for the files beside the bundle
+    find_python
+    cd "$folder" || fail "there is no folder $folder" # Python takes modules from where it is started before all others
+    child='' stopping='' tries=0
+    trap 'stopping=yes; if [ -n "$child" ]; then kill "$child" 2>/dev/null; fi' TERM INT
+    while :; do
+        read_trial
+        code=''
+        rm -f "$folder/agent.zip.started"
+        set --
+        while IFS= read -r option; do set -- "$@" "$option"; done <"$folder/options"
+        if [ -s "$folder/kernel" ]; then set -- "$@" --kernel "$(cat "$folder/kernel")"; fi
+        CLEAVE_LAUNCHER=1 PYTHONPATH="$folder/agent.zip" "$python" -m agent "$@" &
+        child=$!
+        printf '%s\n' "$child" >"$folder/agent.pid"
+        if [ -n "$stopping" ]; then kill "$child" 2>/dev/null; fi
+        if [ -n "$trial" ]; then
+            if watch_trial; then
+                end_trial
+            elif [ -z "$stopping" ]; then
+                kill -9 "$child" 2>/dev/null
+                wait "$child" 2>/dev/null
+                tries=$((tries + 1))
+                say "release $trial does not start (try $tries of $tries_at_most)"
+                [ "$tries" -lt "$tries_at_most" ] || roll_back
+                continue
+            fi
+        fi
+        while [ -z "$code" ] || alive "$child"; do # a signal interrupts a wait
+            wait "$child"
+            code=$?
+        done
+        if [ "$code" != 76 ] || [ -n "$stopping" ] || [ ! -s "$folder/agent.zip.trial" ]; then exit "$code"; fi
+    done
+}
+
+read_trial() { # sets trial: the number of a new bundle that has not proven itself
+    trial=''
+    [ -s "$folder/agent.zip.trial" ] || return 0
+    read -r trial sum <"$folder/agent.zip.trial"
+    if [ "$(checksum "$folder/agent.zip")" != "$sum" ]; then # something broke off before it was put in its place
+        trial=''
+        rm -f "$folder/agent.zip.trial"
+    fi
+}
+
+watch_trial() { # true: it got as far as joining and went on, or ended in good order; sets code if it has ended
+    waited=0
+    until [ "$(cat "$folder/agent.zip.started" 2>/dev/null)" = "$trial" ]; do
+        if [ "$waited" -ge $((5 * start_s)) ] || ! alive "$child"; then return 1; fi
+        sleep 0.2
+        waited=$((waited + 1))
+    done
+    waited=0
+    while alive "$child"; do
+        [ "$waited" -lt $((5 * settle_s)) ] || return 0
+        sleep 0.2
+        waited=$((waited + 1))
+    done
+    wait "$child"
+    code=$?
+    case "$code" in 0 | 2 | 76) return 0 ;; *) return 1 ;; esac
+}
+
+end_trial() {
+    tries=0
+    if grep -q "^$trial " "$folder/agent.zip.trial"; then rm -f "$folder/agent.zip.trial"; fi # not that of yet another one
+    say "release $trial has started and stays"
+}
+
+roll_back() {
+    tries=0
+    [ -s "$folder/agent.zip.previous" ] || fail "and there is none from before: run the command of a new invitation"
+    printf '%s\n' "$trial" >>"$folder/agent.zip.bad"
+    mv -f "$folder/agent.zip.previous" "$folder/agent.zip" || fail "and the one from before cannot be put back"
+    rm -f "$folder/agent.zip.trial"
+    say "release $trial was rolled back; the one from before goes on"
 }
 
 ask_agent() {
     [ -s "$folder/agent.zip" ] || fail "the agent is not installed"
     find_python
-    PYTHONPATH="$folder/agent.zip" "$python" -m agent "$@"
+    (cd "$folder" && PYTHONPATH="$folder/agent.zip" "$python" -m agent "$@")
 }
 
 show_log() {

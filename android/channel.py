@@ -1,11 +1,11 @@
-"""Running a shell script inside Termux from a computer, without root. There are two ways, and neither is made for it.
+"""Runs a shell script inside Termux from a computer, without root. There are two ways, neither made for the purpose.
 
 - `run-as com.termux`, if this Termux is a debuggable build (the APKs of its GitHub releases are, F-Droid's are not).
-  The script goes in on standard input, its output comes back, the screen may be off.
-- Otherwise it is typed: Termux is brought to the front and a short line is entered as if on a keyboard, which fetches
-  the script over `adb reverse` and sends its output back the same way. The screen must be on and unlocked.
+  The script goes in on standard input and its output comes back; the screen may be off.
+- Otherwise typing: bring Termux to the front and enter a short line as if on a keyboard. The line fetches the script
+  over `adb reverse` and sends its output back the same way. The screen must be on and unlocked.
 
-Termux's own RUN_COMMAND intent is no third way: it is for apps that hold a permission which adb's user cannot be given.
+Termux's own RUN_COMMAND intent does not work: it needs a permission that adb's user cannot be given.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from agent.errors import Failure
+from agent.protocol.errors import Failure
 from android.adb import Adb
 from android.serving import Serving
 
@@ -23,7 +23,7 @@ PRELUDE = """cd || exit 1
 library="$PREFIX/lib/libtermux-exec.so"
 [ ! -e "$library" ] || export LD_PRELOAD="$library"
 """
-EXIT = "cleave-exit="  # the script's exit code, in the last line
+EXIT = "cleave-exit="  # marks the script's exit code, in the last line
 FOCUS_TRIES, FOCUS_PAUSE_S = 20, 0.25
 
 
@@ -85,7 +85,7 @@ class Typed:
         return _unwrapped(said) or (1, said)
 
     def _wait_for_focus(self) -> None:
-        """Never type into anything else."""
+        """Wait until Termux has the focus, so that nothing is typed into another app."""
         for _ in range(FOCUS_TRIES):
             focus = self._adb(self._serial, "shell", "dumpsys window | grep mCurrentFocus")
             if "com.termux/" in focus.out or self._adb.dry:

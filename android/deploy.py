@@ -1,12 +1,13 @@
-"""Deployment over adb: every phone at the cable, or on wireless adb, gets the bundle and works; all at the same time.
+"""Deploys the agent over adb to all attached phones in parallel, by cable or wireless adb.
 
-The phone reaches the server through the cable (`adb reverse`), so it needs no Wi-Fi; what Termux itself has to install
-(Python, NumPy) still comes from the internet, the first time. What a phone can or cannot do is told phone by phone: one
-that fails does not hold up the others. Scripts run inside Termux through `android/channel.py`.
+A phone reaches the server through `adb reverse`, so it needs no Wi-Fi; the first time, Termux still fetches its
+packages (Python, NumPy) from the internet. Results are reported per phone, and one that fails does not hold up the
+others. Scripts run inside Termux through `android/channel.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -17,14 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent.errors import Failure, UserError
+from agent.protocol.errors import Failure, UserError
 from android.adb import FACTS, Adb, Attached, Facts, parse_facts
 from android.bundle import NAME
 from android.channel import Channel, RunAs, Typed
 from android.serving import Serving
 
 AT_ONCE = 16  # phones
-INSTALL_S, ORDER_S = 1200.0, 60.0  # how long Termux may take: with packages to fetch, and for an order
+INSTALL_S, ORDER_S = 1200.0, 60.0  # time limits in Termux: an install that fetches packages, and one command
 PUSHED = "/data/local/tmp/cleave"  # adb may write here, Termux may read
 NO_TERMUX = "no Termux: install it from F-Droid or its GitHub releases (not the Play Store), open it once, try again"
 EXAMPLE = Facts("EXAMPLE", "?", "?", None, "?", termux=True, run_as=True)
@@ -32,15 +33,16 @@ EXAMPLE = Facts("EXAMPLE", "?", "?", None, "?", termux=True, run_as=True)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """On the phone's loopback. Not the server's own number: adbd itself often listens on 5555."""
+    """Ports on the phone's loopback. They differ from the server's own: adbd itself often listens on 5555."""
 
     server: int = 25555
     files: int = 25556
+    enrolment: int = 25557
 
 
 @dataclass(frozen=True, slots=True)
 class Phone:
-    """A row of the table."""
+    """A phone's row in the result table."""
 
     serial: str
     facts: Facts | None = None
@@ -52,15 +54,19 @@ class Phone:
 
     @property
     def name(self) -> str:
-        """For tables of a run: the model, and the end of the serial, since there may be two of a kind."""
+        """The device name in a run's tables: the model and the end of the serial, as there may be two of a model."""
         model = self.facts.model if self.facts else "phone"
         return re.sub(r"[^A-Za-z0-9]+", "-", f"{model}-{self.serial[-4:]}").strip("-").lower()
 
 
 class Deployment:
-    def __init__(self, adb: Adb, serving: Serving, server_port: int, ports: Ports | None = None) -> None:
-        """`server_port`: of this machine, where invited devices are served. `serving.url` is what phones call it."""
+    def __init__(
+        self, adb: Adb, serving: Serving, server_port: int, ports: Ports | None = None, enrol_port: int = 0
+    ) -> None:
+        """`server_port`: this machine's port for invited devices. `enrol_port`: the port that takes their invitation,
+        by default the next one. `serving.url`: the URL that phones use."""
         self._adb, self._serving, self._server_port = adb, serving, server_port
+        self._enrol_port = enrol_port or server_port + 1
         self.ports = ports or Ports()
 
     # ---- all phones
@@ -68,7 +74,7 @@ class Deployment:
     def phones(self) -> list[Attached]:
         found = self._adb.devices()
         if not found and self._adb.dry:
-            return [Attached("SERIAL", "device")]  # what would be done with one
+            return [Attached("SERIAL", "device")]  # shows what would be done with one
         if not found:
             raise UserError(
                 "no phone is attached. On the phone: developer options, USB debugging on; then plug it in. Over Wi-Fi: "
@@ -77,7 +83,7 @@ class Deployment:
         return found
 
     def each(self, action: Callable[[Phone, Channel], Phone]) -> list[Phone]:
-        """The action on every phone that can be talked to; a row for every phone."""
+        """Run the action on every usable phone; return a row for every phone."""
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="phone") as pool:
             return list(pool.map(lambda attached: self._one(attached, action), self.phones()))
 
@@ -121,7 +127,7 @@ class Deployment:
     # ---- actions
 
     def start(self, phone: Phone, channel: Channel, link: str, options: Sequence[str] = ()) -> Phone:
-        """Install or mend, then start; with an invitation that leads through the cable."""
+        """Install or repair, then start, with an invitation that leads through the cable."""
         words = ["--no-boot", "--wake-lock", link, "--name", phone.name, *options]
         return self._install(phone, channel, words)
 
@@ -138,8 +144,9 @@ class Deployment:
                 if pushed.code:
                     raise Failure(f"the bundle could not be pushed: {pushed.last_words}")
         self._reverse(phone.serial, self.ports.server, self._server_port)
+        self._reverse(phone.serial, self.ports.enrolment, self._enrol_port)
         self._reverse(phone.serial, self.ports.files, self._serving.port)
-        code, said = channel.run(_install_script(self._serving.url, words), INSTALL_S)
+        code, said = channel.run(_install_script(self._serving, words), INSTALL_S)
         if code:
             return replace(phone, state=_last_line(said), ok=False, log=said)
         return replace(self.show(phone, channel), log=said)
@@ -152,7 +159,8 @@ class Deployment:
 
     def stop(self, phone: Phone, channel: Channel) -> Phone:
         code, said = channel.run("cleave-agent stop", ORDER_S)
-        self._adb(phone.serial, "reverse", "--remove", f"tcp:{self.ports.server}")
+        for port in (self.ports.server, self.ports.enrolment):
+            self._adb(phone.serial, "reverse", "--remove", f"tcp:{port}")
         return replace(phone, state=_last_line(said), ok=code == 0, log=said)
 
     def logs(self, phone: Phone, channel: Channel, folder: Path) -> Phone:
@@ -165,18 +173,21 @@ class Deployment:
         return replace(phone, state=f"{len(said.splitlines())} lines in {path}", ok=code == 0, log=said)
 
 
-def _install_script(url: str, words: Sequence[str]) -> str:
-    """With what was pushed, or, where this Android does not let Termux read that, over the cable."""
-    return f"""script={PUSHED}/bootstrap.sh
-if [ ! -r "$script" ]; then
-    script="$HOME/bootstrap.sh"
-    curl -fsS -o "$script" {url}/bootstrap.sh || exit 1
+def _install_script(serving: Serving, words: Sequence[str]) -> str:
+    """Installs from the pushed files or, where Android does not let Termux read them, over the cable. Checksums are
+    verified either way: other apps may write to that folder and listen on that port."""
+    checksum = hashlib.sha256(serving.script).hexdigest()
+    return f"""script="$HOME/bootstrap.sh"
+cp {PUSHED}/bootstrap.sh "$script" 2>/dev/null || curl -fsS -o "$script" {serving.url}/bootstrap.sh || exit 1
+if ! echo "{checksum}  $script" | sha256sum -c - >/dev/null; then
+    echo "the bootstrap script was changed on its way"
+    exit 1
 fi
 CLEAVE_BUNDLE={PUSHED}/{NAME} sh "$script" {shlex.join(words)}"""
 
 
 def read_status(code: int, said: str) -> dict[str, Any]:
-    """Kernel, its speed and the state, from what the agent on the phone says of itself."""
+    """Kernel, speed and state, from the output of the phone's `cleave-agent status --json`."""
     if code == 127:
         return {"state": "no agent: cleave phones start"}
     try:

@@ -28,15 +28,40 @@ import pytest
 import zmq
 from hypothesis import settings
 
-from ps.server import Server
+from ps.transport.server import Server
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CLEAVE_TEST_MARK"
 LIMIT_S = 30.0  # how long anything may take; reached only when something is broken
 SETTLE_S = 5.0  # how long what ends by itself may take to be gone
 
+# Files whose tests measure time or load, or install packages and start engines: `-m "not alone"` leaves them out where
+# tests run side by side.
+ALONE = {
+    "test_arm64",
+    "test_attack_flood",
+    "test_attack_pauses",
+    "test_bootstrap",
+    "test_calibrate",
+    "test_containers",
+    "test_deploy",
+    "test_fidelity",
+    "test_link_check",
+    "test_measure",
+    "test_netem",
+    "test_predict",
+    "test_shaping",
+    "test_throttle",
+}
+
 settings.register_profile("calm", deadline=None)  # a busy machine fails no test
 settings.load_profile("calm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker("alone")
 
 
 class Until(Protocol):
@@ -58,6 +83,7 @@ def no_state_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     """Agents of tests neither know nor change what this machine's owner has set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLEAVE_AGENT_STATE", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("CLEAVE_STATE", str(tmp_path_factory.mktemp("server")))
         patch.setenv("CLEAVE_RULES", os.devnull)
         yield
 

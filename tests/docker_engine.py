@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 READY_S = 60.0
 # `cleave`, which stands for this checkout wherever the installed one points
-CLEAVE = [sys.executable, "-c", "from testbed.cli import main; main()"]
+CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()"]
 
 
 def why_not() -> str:

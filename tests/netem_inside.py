@@ -14,12 +14,12 @@ from typing import Any
 
 import zmq
 
-from emulator import netlink
-from emulator.link import LinkSpec
-from emulator.link_lab import PREFIX, SERVER_ADDRESS, LinkLab, link_lab
-from emulator.netlink import Netlink, in_namespace
-from emulator.shaping import apply, change, clear, probe
-from emulator.shaping_plan import PodLinks, addresses
+from emulator.links import netlink
+from emulator.links.lab import PREFIX, SERVER_ADDRESS, LinkLab, link_lab
+from emulator.links.netlink import Netlink, in_namespace
+from emulator.links.shaping import apply, change, clear, probe
+from emulator.links.shaping_plan import PodLinks, addresses
+from emulator.model.link import LinkSpec
 
 TICK_S = 64e-9
 PINGS = 7

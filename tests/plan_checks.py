@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent.profile import Profile
-from ps.planner import Plan, Shape
+from agent.protocol.profile import Profile
+from ps.planning.planner import Plan, Shape
 
 LEAST = 32  # inner values of a chunk, of which three are held
 

@@ -11,12 +11,14 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from agent.profile import Profile, pack_profiles
-from agent.wire import Join, Message, Welcome, Work, decode, encode
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan
-from ps.server import Server
+from agent.identity.keys import Credentials, Password
+from agent.protocol.entrance import enter
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import Heartbeat, Join, Message, Welcome, Work, decode, encode
+from ps.planning.planner import Plan
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from ps.transport.server import Server
 
 if TYPE_CHECKING:
     from conftest import Program, Start
@@ -82,32 +84,51 @@ def agents(start: Start, server: Server, count: int, *options: str) -> list[Prog
 
 def pod(start: Start, server: Server, devices: int, links: str = "off") -> Program:
     there, profile = server.devices, [50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]
-    fleet = {"profiles": [profile] * devices, "labels": [f"emulated-{i}" for i in range(devices)]}
-    program = start("emulator.pod", "--ps", server.address, "--links", links, stdin=json.dumps(fleet))
+    labels = [f"emulated-{i}" for i in range(devices)]
+    fleet = {"profiles": [profile] * devices, "labels": labels, "pass": server.pod_pass}
+    program = start("emulator.pods.pod", "--ps", server.address, "--links", links, stdin=json.dumps(fleet))
     assert server.wait_for_devices(there + devices, LIMIT_S)
     return program
 
 
-class Stranger:
-    """A bare socket at the server's door, with which a test says what no agent would."""
+def line_to(
+    server: Server, context: zmq.Context[zmq.Socket[bytes]], of_the_run: bool = False, receive_ahead: int = 0
+) -> zmq.Socket[bytes]:
+    """A bare socket of a device on this machine that was let in, or of a pod of the run."""
+    credentials: Credentials
+    if of_the_run:
+        where, credentials = server.data_address, Password(server.pod_pass["password"])
+    else:
+        where, credentials = enter(context, server.address, "test")
+    line = context.socket(zmq.DEALER)
+    credentials.apply(line)
+    line.setsockopt(zmq.RCVHWM, receive_ahead)
+    line.connect(where)
+    return line
 
-    def __init__(self, address: str) -> None:
+
+class Stranger:
+    """A device that was let in, with which a test says what no agent would."""
+
+    def __init__(self, server: Server, of_the_run: bool = False) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.connect(address)
+        self.socket = line_to(server, self._context, of_the_run)
 
     def send(self, message: Message) -> None:
         self.socket.send_multipart([bytes(frame) for frame in encode(message)])
 
-    def join(self, credit: int = 1000) -> None:
+    def join(self, credit: int = 1000, latency_s: float = 0.0) -> None:
         """As a device, and a fast one."""
-        profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, credit)
+        profile = Profile(1e12, 0.0, 1e12, 1e12, latency_s, 2**40, credit)
         self.send(Join(pack_profiles([profile]), ["stranger"], {}))
         assert isinstance(self.receive(), Welcome)
 
     def receive(self, limit_s: float = LIMIT_S) -> Message:
-        assert self.socket.poll(int(1000 * limit_s)), "the server does not answer"
-        return decode(self.socket.recv_multipart())
+        """The next message that is no heartbeat: those come in between at any time."""
+        while True:
+            assert self.socket.poll(int(1000 * limit_s)), "the server does not answer"
+            if not isinstance(message := decode(self.socket.recv_multipart()), Heartbeat):
+                return message
 
     def receive_work(self) -> Work:
         while True:

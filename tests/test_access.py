@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.errors import UserError
-from agent.invitation import Invitation as Link
-from agent.invitation import parse_link, recall, remember, welcomed
-from agent.keys import Keys, fingerprint, own_keys
-from agent.line import find_line
-from ps.access import (
+from agent.identity.invitation import Invitation as Link
+from agent.identity.invitation import parse_link, recall, remember, welcomed
+from agent.identity.keys import Keys, fingerprint, own_keys
+from agent.identity.server_choice import find_line
+from agent.protocol.errors import UserError
+from ps.access.book import (
     NO_INVITATION,
     OF_NO_USE,
     REVOKED,
@@ -31,8 +31,8 @@ from ps.access import (
     revoke_device,
     revoke_invitation,
 )
-from ps.access_file import AccessFile
-from testbed.inviting import Invited, new_invitation
+from ps.access.book_file import AccessFile
+from testbed.access.inviting import Invited, new_invitation
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -143,8 +143,8 @@ INVITE_MANY = """
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-from ps.access import invite
-from ps.access_file import AccessFile
+from ps.access.book import invite
+from ps.access.book_file import AccessFile
 
 access, worker = AccessFile(Path(sys.argv[1])), sys.argv[2]
 for number in range(20):

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from processes import FAST, LIMIT_S, Multiplication
 
-from agent.known import is_current, know
-from ps.server import Server
+from agent.measure.known import is_current, know
+from ps.transport.server import Server
 
 if TYPE_CHECKING:
     from conftest import Program, Serve, Start, Until
@@ -54,7 +54,7 @@ def test_rules_status_and_updates_need_no_more(start: Start, tmp_path: Path, mon
     for words in (("rules", "set", "battery_above", "40"), ("status",), ("measure", "--help")):
         program = start("-c", BARE, "", *words)
         assert program.wait() == 0, program.output
-    assert start("-c", BARE.replace("sys.exit(main(sys.argv[1:]))", "import agent.update"), "").wait() == 0
+    assert start("-c", BARE.replace("sys.exit(main(sys.argv[1:]))", "import agent.identity.update"), "").wait() == 0
 
 
 def most_ever(pid: int) -> int:
@@ -84,12 +84,9 @@ def test_a_server_that_sends_more_than_the_budget_is_not_obeyed(start: Start, se
     """The server believes in 1 GB, the device lends 1 MB: it holds no more, and says so."""
     code = """
 import sys
-import agent.worker
-class Smaller(agent.worker.Worker):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self._memory_bytes = 1_000_000
-agent.worker.Worker = Smaller
+import agent.compute.session
+from agent.compute.memory_budget import Room
+agent.compute.session.Room = lambda lent_bytes, credit_blocks: Room(1_000_000, credit_blocks)
 from agent.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -98,7 +95,7 @@ sys.exit(main(sys.argv[1:]))
     agent = start("-c", code, "--ps", server.address, *FAST, "--memory", "1 GB")
     agent.expect("joined")
     Multiplication(server, (1, 600, 600, 600))
-    agent.expect("of operands, 1 MB are lent): joining again")
+    assert "joining again" in agent.expect("1 MB are lent")
 
 
 # ---- what it knows of itself

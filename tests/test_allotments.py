@@ -11,11 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.errors import UserError
-from emulator.allotments import LEAST_US, LONGEST_US, MESSAGES_SHARE, OWN_BYTES, OWN_SHARE, ROOM, allotment, quota
-from emulator.containers import HEADER, STANDARD_ERROR, Stream
-from emulator.subnets import PORTS, asked_subnet, bridges_for, free_subnets, host_routes, split
-from testbed.owners import alive, this_process
+from agent.protocol.errors import UserError
+from emulator.containers.allotments import (
+    LEAST_US,
+    LONGEST_US,
+    MESSAGES_SHARE,
+    OWN_BYTES,
+    OWN_SHARE,
+    ROOM,
+    allotment,
+    quota,
+)
+from emulator.containers.engine import HEADER, STANDARD_ERROR, Stream
+from emulator.containers.subnets import PORTS, asked_subnet, bridges_for, free_subnets, host_routes, split
+from testbed.launch.owners import alive, this_process
 
 rates = st.floats(1e8, 1e13)
 

@@ -15,14 +15,14 @@ import pytest
 from processes import free_port
 
 from android.bundle import build
-from ps.access_file import AccessFile
-from testbed.inviting import new_invitation
+from ps.access.book_file import AccessFile
+from testbed.access.inviting import new_invitation
 
 if TYPE_CHECKING:
     from conftest import Start
 
 LIMIT_S = 150.0
-CLEAVE = "from testbed.cli import main; main()"
+CLEAVE = "from testbed.commands.cli import main; main()"
 
 
 @pytest.fixture(scope="module")

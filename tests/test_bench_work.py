@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testbed.bench import peers
 from testbed.bench.ours import plan_over
-from testbed.bench.raw import RawWorkers, numpy_in_process, raw_zmq
-from testbed.bench.work import W1, W2, Work, round_of
+from testbed.bench.yardsticks import peers
+from testbed.bench.yardsticks.raw import RawWorkers, numpy_in_process, raw_zmq
+from testbed.bench.yardsticks.work import W1, W2, Work, round_of
 
 ROOT = Path(__file__).resolve().parents[1]
 UNEVEN = Work("uneven", m=70, n=48, q=50, block_rows=32, block_columns=16)
@@ -97,7 +97,7 @@ def test_raw_workers_assemble_one_product_after_another(slab_once: bool) -> None
 def test_raw_workers_die_with_their_parent() -> None:
     program = (
         "import sys, time\n"
-        "from testbed.bench.raw import RawWorkers\n"
+        "from testbed.bench.yardsticks.raw import RawWorkers\n"
         "with RawWorkers() as workers:\n"
         "    print(workers.pids, flush=True)\n"
         "    time.sleep(60)\n"

@@ -159,7 +159,7 @@ def test_a_bundle_that_is_not_the_promised_one_is_thrown_away(termux: Termux, fi
 def test_a_script_that_was_changed_on_its_way_is_not_run(termux: Termux, files: Serving) -> None:
     command = files.command("tcp://127.0.0.1:9")
     files.script += b"\necho mischief\n"
-    files._server.files["/bootstrap.sh"] = files.script
+    files._files.files["/bootstrap.sh"] = files.script
     done = termux.sh(command)
     assert done.returncode != 0
     assert "mischief" not in done.stdout

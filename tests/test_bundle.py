@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.errors import UserError
-from android import serving
+from agent.identity.release import number_inside
+from agent.protocol.errors import UserError
 from android.bundle import build, main
 from android.serving import Serving
 
@@ -42,19 +42,24 @@ def test_the_bundle_is_the_agent_alone_and_small(tmp_path: Path) -> None:
         assert archive.testzip() is None
         names = archive.namelist()
     assert {name.partition("/")[0] for name in names} == {"agent", "bootstrap.sh"}
-    assert {f"agent/{path.name}" for path in (ROOT / "agent").glob("*.py")} <= set(names)
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "agent").rglob("*.py")} <= set(names)
 
 
 def test_the_same_sources_give_the_same_bytes_wherever_they_lie(tmp_path: Path) -> None:
     copy = tmp_path / "agent"
     copy.mkdir()
-    for path in sorted((ROOT / "agent").glob("*.py"), reverse=True):
-        (copy / path.name).write_bytes(path.read_bytes())
-        os.utime(copy / path.name, (1, 1))
+    for path in sorted((ROOT / "agent").rglob("*.py"), reverse=True):
+        here = copy / path.relative_to(ROOT / "agent")
+        here.parent.mkdir(exist_ok=True)
+        here.write_bytes(path.read_bytes())
+        os.utime(here, (1, 1))
     (copy / "__pycache__").mkdir()
     (copy / "__pycache__" / "wire.pyc").write_bytes(b"not a source")
     assert build(copy) == build()
-    (copy / "wire.py").write_text("# another\n")
+    assert build(copy, release=7) == build(release=7) != build()
+    assert number_inside(build(release=7).data) == 7
+    assert number_inside(build().data) == 0
+    (copy / "protocol" / "wire.py").write_text("# another\n")
     assert build(copy).sha256 != build().sha256
 
 
@@ -64,7 +69,7 @@ def test_python_runs_the_agent_from_the_bundle_with_numpy_and_zmq_alone(
     path = tmp_path / "agent.zip"
     assert main(["--out", str(path)]) == 0
     assert capsys.readouterr().out.split() == [build().sha256, str(path)]
-    code = "import sys\nfrom agent import worker\nprint(worker.__file__)\nprint(*sys.modules)"
+    code = "import sys\nfrom agent.compute import worker\nprint(worker.__file__)\nprint(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(path)}, cwd="/", capture_output=True, text=True
     )
@@ -98,19 +103,6 @@ def test_nothing_can_be_written(files: Serving, method: str) -> None:
     line.request(method, "/agent.zip", body=b"x" * 1000)
     assert line.getresponse().status == 501
     line.close()
-
-
-def test_phones_that_stall_do_not_keep_others_out_for_ever(
-    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving.FileHandler, "timeout", 0.2)
-    monkeypatch.setattr(serving, "AT_ONCE", 4)
-    with Serving("127.0.0.1") as served:
-        stalled = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(8)]
-        for line in stalled:  # the first four until they have said nothing for too long, the others at once
-            assert line.recv(1) == b""
-            line.close()
-        assert get(f"{served.url}/agent.zip") == served.bundle.data
 
 
 def test_garbage_and_endless_requests_are_hung_up_on(files: Serving) -> None:

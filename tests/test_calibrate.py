@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agent.errors import UserError
-from agent.grid import shapes
-from agent.profile import pack_profiles
-from agent.sampling import quartiles
-from emulator.calibration import calibrate, drift
-from emulator.fleet import draw_fleet
-from emulator.performance import Performance
-from emulator.samples import ProfileError, read_samples
-from emulator.zoo import load_device, parse_device, read_device
-from ps.planner import Planner
-from testbed import calibrate as calibration
-from testbed.launch import models_of
-from testbed.predict import ModelledFleet
-from testbed.scenario import load_scenario, parse_assignments
+from agent.measure.sampling import quartiles
+from agent.measure.shapes import shapes
+from agent.protocol.errors import UserError
+from agent.protocol.profile import pack_profiles
+from emulator.model.calibration import calibrate, drift
+from emulator.model.fleet import draw_fleet
+from emulator.model.performance import Performance
+from emulator.model.samples import ProfileError, read_samples
+from emulator.model.zoo import load_device, parse_device, read_device
+from ps.planning.planner import Planner
+from testbed.launch.processes import models_of
+from testbed.runs.scenario import load_scenario, parse_assignments
+from testbed.twins import calibrate as calibration
+from testbed.virtual.predict import ModelledFleet
 
 if TYPE_CHECKING:
     from conftest import Program, Start
 
 TRUTH = Performance(2e-5, 2e-11, 1e-7, 1e-10, 3e-10, 2e-10, tile_rows=6, tile_columns=16)
-CLEAVE = ("-c", "from testbed.cli import main; main()")
+CLEAVE = ("-c", "from testbed.commands.cli import main; main()")
 
 
 def profile(count: int = 60, rounds: int = 3) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Promises of testbed.chaos: the same seed gives the same world, sound code survives it, and a planted bug is found,
-shrunk to a handful of operations, and printed as a test that fails in the same way."""
+"""Promises of testbed.faults.chaos: the same seed gives the same world, sound code survives it, and a planted bug is
+found, shrunk to a handful of operations, and printed as a test that fails in the same way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ps.dispatcher import Dispatcher
-from ps.events import AcceptBlocks, BlocksReturned, CancelBlocks, DevicesLeft, JobChecked
-from ps.ledger import CUT, Turn
-from testbed import chaos
-from testbed.chaos import Failure, Tally, failure_of, generate, live_one, replay, shrink
-from testbed.chaos_world import COMMON, FAULTS, HUGE, STRAYS, Operation, World
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import AcceptBlocks, BlocksReturned, CancelBlocks, DevicesLeft, JobChecked
+from ps.scheduling.state import CUT, Turn
+from testbed.faults import chaos
+from testbed.faults.chaos import Failure, Tally, failure_of, generate, live_one, replay, shrink
+from testbed.faults.chaos_world import COMMON, FAULTS, HUGE, STRAYS, Operation, World
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.errors import UserError
-from emulator.churn import (
+from agent.protocol.errors import UserError
+from emulator.availability.churn import (
     Event,
     Schedule,
     Trace,
@@ -25,7 +25,7 @@ from emulator.churn import (
     seti_sessions,
     trace_of,
 )
-from emulator.sessions import Durations, exponential, lognormal, weibull
+from emulator.availability.sessions import Durations, exponential, lognormal, weibull
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "churn"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no real traces at {DATA}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from agent.invitation import parse_link
+from agent.identity.invitation import parse_link
 
 if TYPE_CHECKING:
     from conftest import Start

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from conftest import Start
 
 RUN_LIMIT_S = 90.0
-CLEAVE = "import sys; from testbed.cli import main; sys.exit(main())"
+CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
 SMALL = ("--devices", "12", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+STAY_DEAD = ("--set", "launch.restarts=0")
 
 
 def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_of_plain_pytorch(
     start: Start, tmp_path: Path
 ) -> None:
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "8", "--results", str(tmp_path))
+    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, *STAY_DEAD, "--steps", "8", "--results", str(tmp_path))
     run.expect("step 1 of 8", RUN_LIMIT_S)
     pods = psutil.Process(run.pid).children()
     assert pods
@@ -42,3 +43,10 @@ def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_o
     assert summary["flops_done"] == summary["flops_reference"]
     assert list(summary["real_devices"]) == ["rescuer"]
     assert summary["lost_devices"] == 12
+    assert summary["verdict"] == "DEGRADED"
+    (reason,) = summary["reasons"]
+    assert "not the fleet that was asked for did the work" in reason
+    assert reason.count("SIGKILL, not by us") == len(pods)
+    assert "12 of 12 emulated devices at the beginning, 0 at the end, at least 0" in reason
+    assert "too slow" not in reason
+    assert summary["recovery"]["departures"] >= 12

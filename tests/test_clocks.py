@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agent.clock import Clock, ScaledClock, VirtualClock, WallClock
-from emulator.fidelity import DEGRADED, VALID, Fidelity
-from testbed.clocks import choose
-from testbed.display import Display
-from testbed.results import Summary, print_summary
-from testbed.run import run
-from testbed.scenario import ClockSection, load_scenario
+from agent.protocol.clock import Clock, ScaledClock, VirtualClock, WallClock
+from emulator.model.fidelity import DEGRADED, VALID, Fidelity
+from testbed.results.files import Summary, print_summary
+from testbed.runs.clock_choice import choose
+from testbed.runs.display import Display
+from testbed.runs.run import run
+from testbed.runs.scenario import ClockSection, load_scenario
 
 # ---- the clocks themselves
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import zmq
 
-from agent.arriving import NO_CONNECTION, arrived_within, descriptor
-from agent.connection import SILENT_AFTER, Connection
-from agent.profile import PROFILE, Profile, pack_profiles
-from agent.wire import Heartbeat, Join, Welcome, encode, send_frames
-from ps.server import Server
+from agent.identity.keys import Password
+from agent.protocol.arriving import NO_CONNECTION, arrived_within, descriptor
+from agent.protocol.connection import SILENT_AFTER, Connection
+from agent.protocol.profile import PROFILE, Profile, pack_profiles
+from agent.protocol.wire import Heartbeat, Join, Welcome, encode, send_frames
+from ps.transport.server import Server
 
 HEARTBEAT_S = 0.5
 
@@ -134,9 +135,10 @@ def test_who_is_told_that_devices_are_there_finds_what_is_known_of_them(monkeypa
     server.start()
     try:
         profile = Profile(1e9, 0.0, 1e7, 1e7, 0.01, 1 << 30, 4)
-        connection = Connection(context, server.address, Join(pack_profiles([profile] * 3), ["a", "b", "c"]))
+        join, pass_ = Join(pack_profiles([profile] * 3), ["a", "b", "c"]), Password(server.pod_pass["password"])
+        connection = Connection(context, server.data_address, join, credentials=pass_)
         assert server.wait_for_devices(3, 30.0)
-        connection.socket.close(linger=0)
+        connection.close()
     finally:
         server.stop()
         context.destroy(linger=0)

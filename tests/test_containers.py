@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from docker_engine import CLEAVE, ROOT, TestEngine, engine, why_not
 
-from agent.errors import UserError
-from agent.keys import Curve, Keys
-from agent.profile import Profile, pack_profiles
-from emulator.allotments import LEAST_US, MESSAGES_SHARE, OWN_BYTES, allotment
-from emulator.containers import IMAGE, RUN_LABEL, Engine, EngineError, NoEngine, Spec
-from emulator.fleet import Fleet
-from emulator.netlink import in_namespace
-from emulator.shaping import probe
-from emulator.subnets import free_subnets, split
-from emulator.throttle import container_group, thread_of
-from ps.access_file import AccessFile
-from ps.server import Server
-from testbed import container_pods
-from testbed.container_pods import ContainerPods
-from testbed.ground import Ground
-from testbed.kernel_links import End, KernelLinks
-from testbed.scenario import Launch
+from agent.identity.keys import Curve, Keys
+from agent.protocol.errors import UserError
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.containers.allotments import LEAST_US, MESSAGES_SHARE, OWN_BYTES, allotment
+from emulator.containers.engine import IMAGE, RUN_LABEL, Engine, EngineError, NoEngine, Spec
+from emulator.containers.subnets import free_subnets, split
+from emulator.containers.throttle import container_group, thread_of
+from emulator.links.netlink import in_namespace
+from emulator.links.shaping import probe
+from emulator.model.fleet import Fleet
+from ps.access.book_file import AccessFile
+from ps.transport.server import Server
+from testbed.launch import container_pods
+from testbed.launch.container_host import Ground
+from testbed.launch.container_pods import ContainerPods
+from testbed.launch.kernel_links import End, KernelLinks
+from testbed.runs.scenario import Launch
 
 if TYPE_CHECKING:
     from conftest import Until
@@ -248,7 +248,7 @@ def connected_to(run: subprocess.Popen[bytes], log: Path) -> set[str]:
 
 SPIN = """
 import json, time
-from emulator.throttle import Apart
+from emulator.containers.throttle import Apart
 class Spin:
     name = "spin"
     def product(self, left, right):
@@ -288,7 +288,7 @@ def test_the_quota_of_what_computes_is_really_a_limit_and_goes_with_its_containe
         pod = {"process": container.attrs["State"]["Pid"], "quota_us": quota.quota_us, "period_us": quota.period_us}
         group, _ = container_group(Path(f"/proc/{pod['process']}/cgroup").read_text(), Path("/sys/fs/cgroup"))
         question = json.dumps({"pods": [pod]}).encode()
-        asked = Spec("cleave-quotas", ["emulator.throttle"], sets_quotas=True)
+        asked = Spec("cleave-quotas", ["emulator.containers.throttle"], sets_quotas=True)
         assert made.ask(asked, IMAGE, question)[0] == 0
         stream.send_all(b"go\n")
         assert container.wait()["StatusCode"] == 0
@@ -347,7 +347,7 @@ def test_no_engine_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch:
 def test_an_engine_that_one_may_not_use_says_how_to_get_the_right(at: TestEngine) -> None:
     code = """
 import os, docker, requests
-from emulator.containers import Engine
+from emulator.containers.engine import Engine
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try: Engine()
 except Exception as error: print(type(error).__name__, error)
@@ -394,7 +394,7 @@ def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
             assert "Exchange full" in refused.stderr
             says = r"^a bridge is full \(.*\): take fewer containers, set fleet.pods$"
             with pytest.raises(EngineError, match=says) as said:
-                ground.engine.start(Spec("cleave-full", ["emulator.pod", "--help"], bridge.id), image)
+                ground.engine.start(Spec("cleave-full", ["emulator.pods.pod", "--help"], bridge.id), image)
             assert "\n" not in str(said.value)
     finally:
         subprocess.run([*ip, "link", "del", "group", "77"], check=True)

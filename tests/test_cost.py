@@ -1,4 +1,5 @@
-"""Promises of ps.cost: what a block weighs on its device, how it is streamed when that is too much, how long it takes.
+"""Promises of ps.planning.cost: what a block weighs on its device, how it is streamed when that is too much, how
+long it takes.
 
 Everything is worked out a second time here, one block at a time, as one would explain it."""
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent.profile import Profile, pack_profiles
-from emulator.device import Devices
-from ps.cost import block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.device import Devices
+from ps.planning.cost import block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 SHORTEST = 32  # inner values; a chunk is never shorter

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from processes import Multiplication, grid
 from termux import Termux
 
-from agent.errors import UserError
+from agent.protocol.errors import UserError
 from android.adb import STATES, Adb, Attached, parse_devices, parse_facts
 from android.bundle import build
 from android.channel import Channel
@@ -254,7 +254,7 @@ def test_a_dry_run_prints_every_command_and_changes_nothing(desk: Desk, files: S
 def test_the_real_adb_without_a_phone_gives_clear_words_and_a_dry_run_an_example(tmp_path: Path) -> None:
     debian.program("adb", "adb")
     environment = os.environ | {"CLEAVE_STATE": str(tmp_path), "ANDROID_ADB_SERVER_PORT": "25037"}
-    cleave = [sys.executable, "-c", "from testbed.cli import main; main()", "phones"]
+    cleave = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "phones"]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*cleave, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)

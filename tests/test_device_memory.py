@@ -20,17 +20,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import zmq
+from processes import line_to
 
-from agent.computer import Computer
-from agent.kernels import Array, NumpyKernel
-from agent.operands import BlockRow, Operands
-from agent.profile import Profile, pack_profiles
-from agent.wire import ANSWER, DONE, FAILED, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
-from ps.cost import block_seconds, chunk_length
-from ps.jobs import Product
-from ps.operands import Operand, streamed
-from ps.planner import Plan
-from ps.server import Server
+from agent.compute.computer import Computer
+from agent.compute.kernels import Array, NumpyKernel
+from agent.compute.pieces import BlockRow, Operands
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import ANSWER, DONE, FAILED, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
+from ps.planning.cost import block_seconds, chunk_length
+from ps.planning.planner import Plan
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand, streamed
+from ps.transport.server import Server
 
 if TYPE_CHECKING:
     from conftest import Program, Serve, Start, Until
@@ -79,11 +80,10 @@ def plan_of(tiles: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tu
 class Puppet:
     """A device whose every move is the test's."""
 
-    def __init__(self, address: str, credit: int, devices: int = 1, memory_bytes: int = 2**40) -> None:
+    def __init__(self, server: Server, credit: int, devices: int = 1, memory_bytes: int = 2**40) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVHWM, 1)  # as an agent: what it does not ask for stays on the way
-        self._socket.connect(address)
+        # as an agent: what it does not ask for stays on the way
+        self._socket = line_to(server, self._context, of_the_run=devices > 1, receive_ahead=1)
         self.operands = Operands()
         profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, memory_bytes, credit)
         self.send(Join(pack_profiles([profile] * devices), ["puppet"] * devices, {}))
@@ -126,7 +126,7 @@ def puppet_at(nothing_left_behind: None) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def join(server: Server, credit: int = 100, devices: int = 1, memory_bytes: int = 2**40) -> Puppet:
-            puppet = Puppet(server.address, credit, devices, memory_bytes)
+            puppet = Puppet(server, credit, devices, memory_bytes)
             stack.callback(puppet.close)
             return puppet
 
@@ -143,7 +143,7 @@ STRIP_BYTES = 4 * 24 * (16 + 32)  # over an inner length of 24
 def test_blocks_that_were_decided_on_together_come_in_order_with_one_stamp_in_however_many_messages(
     serve: Serve, puppet_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps.operands.MESSAGE_BYTES", 1)  # a message a block
+    monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 1)  # a message a block
     server = serve(heartbeat_s=10.0)
     puppet: Puppet = puppet_at(server)
     before_ns = time.monotonic_ns()
@@ -326,8 +326,9 @@ def test_the_limit_bites_and_what_one_device_cannot_hold_another_one_does(start:
 @pytest.mark.parametrize("layout", ["inner major", "outer major"])
 def test_an_emulated_device_of_64_mb_computes_the_same_block(start: Start, serve: Serve, layout: str) -> None:
     server = serve()
-    fleet = {"profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, LENT, 4]], "labels": ["emulated"]}
-    start("emulator.pod", "--ps", server.address, "--links", "off", stdin=json.dumps(fleet))
+    profiles = [[50e9, 1e-4, 50e6, 10e6, 0.005, LENT, 4]]
+    fleet = {"profiles": profiles, "labels": ["emulated"], "pass": server.pod_pass}
+    start("emulator.pods.pod", "--ps", server.address, "--links", "off", stdin=json.dumps(fleet))
     assert server.wait_for_devices(1, LIMIT_S)
     Multiplication(server, *gradient_operands(layout)).check()
     columns = server.records.columns()
@@ -435,8 +436,9 @@ def test_a_streamed_block_of_an_emulated_device_is_due_no_sooner_than_the_cost_m
 ) -> None:
     server = serve()
     profile = Profile(2e9, 0.001, 80e6, 10e6, 0.005, LITTLE, 4)
-    fleet = {"profiles": [list(pack_profiles([profile])[0].tolist())], "labels": ["emulated"]}
-    start("emulator.pod", "--ps", server.address, "--links", "model", stdin=json.dumps(fleet))
+    packed = list(pack_profiles([profile])[0].tolist())
+    fleet = {"profiles": [packed], "labels": ["emulated"], "pass": server.pod_pass}
+    start("emulator.pods.pod", "--ps", server.address, "--links", "model", stdin=json.dumps(fleet))
     assert server.wait_for_devices(1, LIMIT_S)
     inner = 4000
     Multiplication(server, *long_operands(inner), whole_for(0)).check()

@@ -1,4 +1,4 @@
-"""Promises of ps.dispatcher: whatever devices do, every cell is accepted exactly once and every job ends.
+"""Promises of ps.scheduling.dispatcher: whatever devices do, every cell is accepted exactly once and every job ends.
 
 Most of this is a simulation: a world of devices that join, leave, answer late, twice, wrongly or not at all, driven by
 a seed (it stands in the test's name). The world keeps its own books and believes nothing that the dispatcher says.
@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.profile import Profile, pack_profiles
-from ps.cost import block_bytes, chunk_length, least_bytes
-from ps.dispatcher import REFUSALS_ALLOWED, Dispatcher
-from ps.events import (
+from agent.protocol.profile import Profile, pack_profiles
+from ps.planning.cost import block_bytes, chunk_length, least_bytes
+from ps.planning.planner import Plan, Planner, Question, Request, Shape
+from ps.scheduling.dispatcher import REFUSALS_ALLOWED, Dispatcher
+from ps.scheduling.events import (
     AcceptBlocks,
     BlocksFailed,
     BlocksLost,
@@ -41,9 +42,8 @@ from ps.events import (
     Submission,
     SuspendDevice,
 )
-from ps.invariants import InvariantBroken
-from ps.ledger import CUT, DONE, IN_FLIGHT, PENDING, Job
-from ps.planner import Plan, Planner, Question, Request, Shape
+from ps.scheduling.invariants import InvariantBroken
+from ps.scheduling.state import CUT, DONE, IN_FLIGHT, PENDING, Job
 
 Key = tuple[int, int]  # job, block
 Answer = tuple[int, int, int]  # device, job, block

@@ -13,12 +13,12 @@ import pytest
 import typer
 
 from agent.__main__ import _measure_parser, _parser
-from agent.owner import parse_rules
-from agent.rules import RULES, set_rule
-from ps.models import check_name
-from testbed.cli import app
-from testbed.plan import fleet_profiles
-from testbed.scenario import load_scenario, parse_assignments
+from agent.owner.rules import parse_rules
+from agent.owner.rules_file import RULES, set_rule
+from ps.graph.models import check_name
+from testbed.commands.cli import app
+from testbed.runs.scenario import load_scenario, parse_assignments
+from testbed.virtual.plan import fleet_profiles
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,7 +65,18 @@ def test_a_plan_of_the_readme_names_what_there_is(command: str) -> None:
     fleet_profiles(words[words.index("--fleet") + 1], 4, seed=0)
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+DOCS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_a_file_that_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    folders = "agent|android|cleave|emulator|examples|netem_profiles|ps|testbed|tests"
+    named = re.findall(rf"(?<![\w./~])(?:{folders})/[a-z0-9_/]+\.(?:py|toml|sh)\b", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", DOCS)
 def test_a_link_to_a_file_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):

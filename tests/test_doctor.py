@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from emulator.fidelity import DEGRADED, VALID, Fidelity
-from testbed.doctor import (
+from emulator.model.fidelity import DEGRADED, VALID, Fidelity
+from testbed.runs.doctor import (
     MOST_DEVICES,
     STRETCH_ENOUGH,
     Fact,

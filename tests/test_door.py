@@ -13,20 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import zmq
 from processes import FAST, LIMIT_S, Multiplication
+from zmq.utils.monitor import recv_monitor_message
 
-from agent.invitation import Invitation, parse_link
-from agent.keys import Curve, Keys, fingerprint
-from agent.profile import Profile, pack_profiles
-from agent.wire import ANSWER, DONE, Heartbeat, Join, Message, Probe, Refused, Result, Welcome, Work, decode, encode
-from ps import access
-from ps.access_file import AccessFile
-from ps.listening import AddressError
-from ps.server import Server
-from testbed.inviting import new_invitation
+from agent.identity.invitation import Invitation, parse_link
+from agent.identity.keys import Curve, Keys, fingerprint
+from agent.protocol.connection import HANDSHAKE_FAILED
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import Heartbeat, Hello, Join, Message, Probe, Refused, Ticket, Welcome, decode, encode
+from ps.access import book as access
+from ps.access.book_file import AccessFile
+from ps.access.listening import AddressError
+from ps.transport.server import Server
+from testbed.access.inviting import new_invitation
 
 if TYPE_CHECKING:
     from conftest import Start, Until
@@ -67,22 +68,47 @@ def guarded(nothing_left_behind: None, tmp_path: Path) -> Iterator[Guarded]:
 
 
 class Guest:
-    """A bare encrypted socket, with which a test says what no agent would."""
+    """Bare encrypted sockets, with which a test says what no agent would."""
 
-    def __init__(self, endpoint: str, server_key: str, keys: Keys | None = None, name: bytes = b"") -> None:
+    def __init__(self, guarded: Guarded, keys: Keys | None = None, name: bytes = b"", endpoint: str = "") -> None:
         self.keys = keys or Keys.new()
+        self._curve = Curve(guarded.server.public_key, self.keys)
+        self._entrance, self._endpoint = guarded.server.enrolment_addresses[0], endpoint or guarded.endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        Curve(server_key, self.keys).apply(self.socket)
+        self._curve.apply(self.socket)
         if name:
             self.socket.setsockopt(zmq.ROUTING_ID, name)
-        self.socket.connect(endpoint)
+        self._events: zmq.Socket[bytes] = self.socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
+        self._connected = False
+
+    def hello(self, token: str = "") -> Message:
+        """What the entrance says."""
+        with self._context.socket(zmq.DEALER) as line:
+            line.setsockopt(zmq.LINGER, 0)
+            self._curve.apply(line)
+            line.connect(self._entrance)
+            line.send_multipart(encode(Hello("guest", token)))
+            assert line.poll(int(1000 * LIMIT_S)), "the entrance does not answer"
+            return decode(line.recv_multipart())
 
     def send(self, message: Message) -> None:
+        if not self._connected:
+            self.socket.connect(self._endpoint)
+            self._connected = True
         self.socket.send_multipart([bytes(frame) for frame in encode(message)])
 
     def join(self, token: str = "", devices: int = 1) -> None:
-        self.send(Join(pack_profiles([PROFILE] * devices), ["guest"] * devices, {}, token))
+        """With a token, by way of the entrance."""
+        if token:
+            assert isinstance(self.hello(token), Ticket)
+        self.send(Join(pack_profiles([PROFILE] * devices), ["guest"] * devices, {}))
+
+    def event(self) -> tuple[int, int]:
+        """The next thing that happens to the connection, and its value."""
+        assert self._events.poll(int(1000 * LIMIT_S)), "nothing happens to the connection"
+        found = recv_monitor_message(self._events)
+        return found["event"], found["value"]
 
     def receive(self) -> Message:
         """The next that is no heartbeat."""
@@ -93,6 +119,7 @@ class Guest:
                 return message
 
     def close(self) -> None:
+        self.socket.disable_monitor()
         self._context.destroy(linger=0)
 
 
@@ -104,7 +131,7 @@ def knock(guarded: Guarded) -> Iterator[Knock]:
     with contextlib.ExitStack() as stack:
 
         def knock(keys: Keys | None = None, name: bytes = b"") -> Guest:
-            guest = Guest(guarded.endpoint, guarded.server.public_key, keys, name)
+            guest = Guest(guarded, keys, name)
             stack.callback(guest.close)
             return guest
 
@@ -159,12 +186,7 @@ def test_a_device_is_invited_to_an_ipv6_address(start: Start, tmp_path: Path) ->
 
 def test_an_invitation_for_two_takes_two(guarded: Guarded, knock: Knock) -> None:
     token = guarded.token(uses=2)
-    answers = []
-    for _ in range(3):
-        guest = knock()
-        guest.join(token)
-        answers.append(guest.receive())
-    assert [type(answer) for answer in answers] == [Welcome, Welcome, Refused]
+    assert [type(knock().hello(token)) for _ in range(3)] == [Ticket, Ticket, Refused]
 
 
 def test_a_key_of_the_run_may_bring_many_devices_and_is_not_written_down(guarded: Guarded, knock: Knock) -> None:
@@ -186,7 +208,7 @@ def test_a_pod_with_a_key_of_the_run_works_over_an_encrypted_connection(start: S
         "labels": [f"emulated-{i}" for i in range(20)],
         "curve": {"server": server.public_key, "secret": keys.secret},
     }
-    start("emulator.pod", "--ps", guarded.endpoint, "--links", "off", stdin=json.dumps(fleet))
+    start("emulator.pods.pod", "--ps", guarded.endpoint, "--links", "off", stdin=json.dumps(fleet))
     assert server.wait_for_devices(20, LIMIT_S)
     Multiplication(server, (1, 120, 90, 110)).check()
     assert guarded.refusals() == []
@@ -203,7 +225,7 @@ def withdrawn(guarded: Guarded) -> str:
 
 def used(guarded: Guarded) -> str:
     token = guarded.token()
-    other = Guest(guarded.endpoint, guarded.server.public_key)
+    other = Guest(guarded)
     other.join(token)
     assert isinstance(other.receive(), Welcome)
     assert guarded.server.wait_for_devices(1, LIMIT_S)
@@ -230,13 +252,15 @@ def test_whoever_may_not_join_is_told_why_logged_once_and_gets_no_block(
     until(lambda: guarded.server.devices == 0, "whoever used it is gone")
     product = Multiplication(guarded.server, (1, 8, 8, 8))  # work is waiting for anybody who could do it
     for _ in range(20):
-        guest.join(token)
-        answer = guest.receive()
+        answer = guest.hello(token)
         assert isinstance(answer, Refused)
         assert words in answer.reason
         assert answer.final
+    until(lambda: bool(guarded.refusals()), "the server says so")
     assert len(guarded.refusals()) == 1
     assert fingerprint(guest.keys.public) in guarded.refusals()[0]
+    guest.join()
+    assert guest.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
     assert guarded.server.totals.sent_bytes == 0
     assert not product.done.is_set()
 
@@ -253,18 +277,33 @@ def test_a_device_that_is_revoked_is_dropped_at_once_and_stays_out(
     assert isinstance(answer, Refused)
     assert answer.final
     until(lambda: guarded.server.devices == 0, "it is out")
+    assert guest.event()[0] == zmq.EVENT_DISCONNECTED
     for token in ("", guarded.token()):
-        guest.join(token)
-        answer = guest.receive()
+        answer = guest.hello(token)
         assert isinstance(answer, Refused)
         assert "revoked" in answer.reason
-    assert len(guarded.refusals()) == 1
+    assert guest.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400), "nor does it come in where it was"
+    until(lambda: len(guarded.refusals()) == 2, "the server says so: at the entrance, and of the connection")
+
+
+def test_an_agent_whose_key_was_revoked_says_so_and_ends(
+    start: Start, guarded: Guarded, tmp_path: Path, until: Until
+) -> None:
+    first = start("agent", "--state", str(tmp_path / "a"), "--name", "phone", *FAST, "--invitation", guarded.invite())
+    assert guarded.server.wait_for_devices(1, LIMIT_S)
+    until(lambda: not json.loads((tmp_path / "a" / "server.json").read_text())["token"], "it needs the token no more")
+    first.end()
+    guarded.access.change(lambda book: access.revoke_device(book, "phone", time.time()))
+    again = start("agent", "--state", str(tmp_path / "a"), "--name", "phone", *FAST)
+    assert again.wait() == 2
+    assert "does not know this device's key, or has revoked it: ask for a new invitation" in again.output
 
 
 def test_a_stranger_cannot_measure_the_link(guarded: Guarded, knock: Knock) -> None:
     guest = knock()
     guest.send(Probe(1, 8 << 20, b""))
-    assert isinstance(guest.receive(), Refused)
+    assert guest.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+    guest = knock()
     guest.join(guarded.token())
     assert isinstance(guest.receive(), Welcome)
     guest.send(Probe(2, 1000, b""))
@@ -312,6 +351,7 @@ def test_a_plain_agent_does_not_get_in(start: Start, guarded: Guarded, until: Un
     start("agent", "--ps", guarded.endpoint, *FAST)
     until(lambda: bool(guarded.refusals()), "the server says so")
     assert "does not encrypt" in guarded.refusals()[0]
+    assert guarded.server.totals.sent_bytes == 0
     assert guarded.server.devices == 0
 
 
@@ -366,7 +406,7 @@ class Recorder:
 
 def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, until: Until) -> None:
     recorder = Recorder(guarded.endpoint)
-    device = Guest(recorder.endpoint, guarded.server.public_key)
+    device = Guest(guarded, endpoint=recorder.endpoint)
     device.join(guarded.token(uses=100))
     assert isinstance(device.receive(), Welcome)
     assert guarded.server.wait_for_devices(1, LIMIT_S)
@@ -386,16 +426,21 @@ def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, unt
     assert guarded.access.read() == before
 
 
-def plain_with_user(endpoint: str, user: str, message: Message) -> socket.socket:
+def by_hand(endpoint: str, user: str, message: Message, password: str = "") -> socket.socket:
     """A plain connection that claims to be this user, in ZeroMQ's own words (ZMTP 3.0)."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    line = socket.create_connection((host, int(port)))
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    ready = b"\x05READY"
-    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", b""), (b"User-Id", user.encode())):
-        ready += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
-    line.sendall(greeting + bytes([4, len(ready)]) + ready)
+    line = socket.create_connection((host, int(port)), timeout=LIMIT_S)
+    mechanism, words = (b"PLAIN", b"\x08INITIATE") if password else (b"NULL", b"\x05READY")
+    line.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
     heard = b""
+    if password:
+        hello = b"\x05HELLO\x01x" + bytes([len(password)]) + password.encode()
+        line.sendall(bytes([4, len(hello)]) + hello)
+        while b"WELCOME" not in heard:
+            heard += line.recv(4096)
+    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", b""), (b"User-Id", user.encode())):
+        words += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+    line.sendall(bytes([4, len(words)]) + words)
     while b"READY" not in heard:
         heard += line.recv(4096)
     frames = [bytes(frame) for frame in encode(message)]
@@ -409,33 +454,24 @@ def test_nobody_on_a_plain_connection_passes_for_a_device_with_a_key(guarded: Gu
     device.join(guarded.token())
     assert isinstance(device.receive(), Welcome)
     assert guarded.server.wait_for_devices(1, LIMIT_S)
+    server, heard = guarded.server, b""
+    with by_hand(server.address, device.keys.public, Hello("impostor")) as line:
+        while b'"password":"' not in heard or not heard.endswith(b'"}'):
+            heard += line.recv(4096)
+    password = heard.rpartition(b'"password":"')[2][:-2].decode()  # as whoever is on this machine gets one
     join = Join(pack_profiles([PROFILE]), ["impostor"], {})
-    with plain_with_user(guarded.server.address, device.keys.public, join):
-        assert guarded.server.wait_for_devices(2, LIMIT_S)  # as whoever is on this machine, and not as the device
+    with by_hand(server.data_address, device.keys.public, join, password):
+        assert server.wait_for_devices(2, LIMIT_S)  # as whoever is on this machine, and not as the device
     assert not [line for line in guarded.said if "from elsewhere" in line]
 
 
-def test_nobody_answers_for_another_under_its_connections_name(guarded: Guarded, knock: Knock, until: Until) -> None:
+def test_nobody_chooses_the_name_of_a_connection(guarded: Guarded, knock: Knock) -> None:
+    """ZeroMQ would let them: and who takes the name of one that has just broken would answer in its place."""
     device = knock(name=b"the phone")
     device.join(guarded.token())
-    assert isinstance(device.receive(), Welcome)
-    assert guarded.server.wait_for_devices(1, LIMIT_S)
-    product = Multiplication(guarded.server, (1, 4, 4, 4))
-    work = device.receive()
-    assert isinstance(work, Work)
-    device.close()
-    answers = np.array([(0, b["job"], b["block"], DONE, 16, 0.0, 0) for b in work.blocks], ANSWER)
-    for _ in range(30):  # as soon as ZeroMQ sees that the name is free; the server may not have noticed yet
-        thief = knock(name=b"the phone")
-        thief.send(Result(answers, np.zeros(16 * len(answers), np.float32)))
-        if thief.socket.poll(1000):
-            break
-        thief.close()
-    answer = thief.receive()
-    assert isinstance(answer, Refused)
-    assert "join first" in answer.reason
-    assert not product.done.is_set()
-    until(lambda: guarded.server.devices == 0, "the phone is missed")
+    assert device.event()[0] == zmq.EVENT_DISCONNECTED
+    assert guarded.server.devices == 0
+    assert not device.socket.poll(0), "it is not even answered"
 
 
 def cut_off(line: socket.socket, limit_s: float) -> bool:
@@ -454,7 +490,7 @@ def cut_off(line: socket.socket, limit_s: float) -> bool:
 def test_who_does_not_pass_the_handshake_in_time_is_cut_off_however_much_it_sends(
     nothing_left_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps.door.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("ps.access.listening.HANDSHAKE_S", 0.5)
     guarded = Guarded(tmp_path)
     host, _, port = guarded.endpoint.removeprefix("tcp://").rpartition(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)

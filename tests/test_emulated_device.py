@@ -1,4 +1,5 @@
-"""Promises of emulator.device and emulator.fidelity: modelled time is the model's, and the verdict is honest."""
+"""Promises of emulator.model.device and emulator.model.fidelity: modelled time is the model's, and the verdict is
+honest."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.profile import Profile, pack_profiles
-from emulator.device import Devices, waves
-from emulator.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, judge
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.device import Devices, waves
+from emulator.model.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, judge
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 

@@ -1,5 +1,5 @@
-"""Promises of ps.capture and ps.executor: a training step whose products are computed elsewhere, in any order, is the
-training step of plain PyTorch.
+"""Promises of ps.graph.capture and ps.graph.executor: a training step whose products are computed elsewhere, in any
+order, is the training step of plain PyTorch.
 
 The fleet is a stand-in without sockets: it computes a product at once, or holds all of them back until the executor has
 nothing left to do but wait, and then returns the one that the test's order picks.
@@ -22,14 +22,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-import ps.executor
-from ps.capture import CaptureError, Program, distribute, prepare
-from ps.executor import Executor
-from ps.jobs import Product
-from ps.models import build_model
-from ps.operands import Operand
-from ps.plans import Level, Shape
-from ps.server import Server, ServerError
+import ps.graph.executor
+from ps.graph.capture import CaptureError, Program, distribute, prepare
+from ps.graph.executor import Executor
+from ps.graph.models import build_model
+from ps.planning.plans import Level, Shape
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from ps.transport.server import Server, ServerError
 
 # ---- a fleet without sockets
 
@@ -303,9 +303,9 @@ def test_weight_gradients_wait_if_all_of_them_would_weigh_too_much_or_weights_ar
     fleet = family.distributed(early=True)[1].fleet
     together = sum(p.operand_bytes for p in fleet.submitted if not p.urgent)
     assert any(fleet.aheads)
-    monkeypatch.setattr("ps.executor.SHELF_BYTES", together - 1)
+    monkeypatch.setattr("ps.graph.executor.SHELF_BYTES", together - 1)
     assert not any(family.distributed(early=True)[1].fleet.aheads)
-    monkeypatch.setattr("ps.executor.SHELF_BYTES", together)
+    monkeypatch.setattr("ps.graph.executor.SHELF_BYTES", together)
     assert any(family.distributed(early=True)[1].fleet.aheads)
     family.walker = walker = Walker(Fleet(None), early=True)
     walker.keep(family.model.parameters(), uses=2)
@@ -317,7 +317,7 @@ def test_weight_gradients_that_weigh_too_much_go_out_earlier_and_hold_nobody_up(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for the end of the step takes memory here."""
-    monkeypatch.setattr("ps.executor.SHELF_BYTES", 0)
+    monkeypatch.setattr("ps.graph.executor.SHELF_BYTES", 0)
     family.walker = Walker(Fleet(lambda count: 0))
 
     def urgent_first(count: int) -> int:
@@ -524,9 +524,9 @@ def test_independent_products_are_one_group() -> None:
 
 def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fleet works while the server does; what is quick here does not hold a group up."""
-    monkeypatch.setattr("ps.capture.HEAVY_VALUES", 1000)
+    monkeypatch.setattr("ps.graph.capture.HEAVY_VALUES", 1000)
     events: list[str] = []
-    evaluate = ps.executor._evaluate
+    evaluate = ps.graph.executor._evaluate
 
     def watched(program: Program, node: torch.fx.Node, *rest: Any) -> Any:
         events.append(node.name)
@@ -540,7 +540,7 @@ def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyP
     def function(x: torch.Tensor) -> Any:
         return x.repeat(10, 10).sin(), x @ x, x.cos() @ x
 
-    monkeypatch.setattr(ps.executor, "_evaluate", watched)
+    monkeypatch.setattr(ps.graph.executor, "_evaluate", watched)
     walker = Walker(Watched(lambda count: 0))
     walker.run(captured(function, numbers(4, 4)), [numbers(4, 4)])
     assert [e for e in events if e in ("cos", "2 products", "sin")] == ["cos", "2 products", "sin"]
@@ -549,7 +549,7 @@ def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyP
 def test_while_the_server_computes_and_the_fleet_has_nothing_else_it_gets_what_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ps.capture.HEAVY_VALUES", 1000)
+    monkeypatch.setattr("ps.graph.capture.HEAVY_VALUES", 1000)
 
     def function(x: torch.Tensor) -> Any:
         return x.cos() @ x, x.repeat(10, 10).sin()[:4, :4] @ x @ x  # nobody waits for the first product

@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from emulator.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, HostLoad, device_ledger, judge
-from emulator.fleet import uniform_fleet
-from ps.jobs import Totals
-from testbed.display import Display
-from testbed.load import Look, between, look
-from testbed.probe import Probe
-from testbed.run import run
-from testbed.scenario import Scenario, load_scenario
+from emulator.model.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, HostLoad, device_ledger, judge
+from emulator.model.fleet import uniform_fleet
+from ps.transport.jobs import Totals
+from testbed.runs.display import Display
+from testbed.runs.load import Look, between, look
+from testbed.runs.run import run
+from testbed.runs.scenario import Scenario, load_scenario
+from testbed.runs.trial_step import Probe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,5 +1,5 @@
-"""Promises of ps.grid: whatever the product and the fleet, the grid covers the output exactly once, nobody gets more
-than it can hold, and the modelled end is honest."""
+"""Promises of ps.planning.weighted_grid: whatever the product and the fleet, the grid covers the output exactly
+once, nobody gets more than it can hold, and the modelled end is honest."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from plan_checks import (
     recomputed_ends_s,
 )
 
-from agent.profile import Profile, pack_profiles
-from ps.cost import block_seconds
-from ps.grid import _Squares, grid_plan
-from ps.planner import Plan, PlanError, Shape
+from agent.protocol.profile import Profile, pack_profiles
+from ps.planning.cost import block_seconds
+from ps.planning.planner import Plan, PlanError, Shape
+from ps.planning.weighted_grid import _Squares, grid_plan
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 

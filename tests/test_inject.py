@@ -1,5 +1,5 @@
-"""Promises of testbed.inject: who is chosen for a fault, what goes out when, and an audit that hides nothing. No pods
-and no clock: a list takes the orders, and the test says what time it is."""
+"""Promises of testbed.faults.inject: who is chosen for a fault, what goes out when, and an audit that hides nothing.
+No pods and no clock: a list takes the orders, and the test says what time it is."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agent.errors import UserError
-from emulator.churn import Schedule, poisson_churn
-from testbed.inject import Injection, Injector, churn_schedule, describe, injecting, plan_faults
-from testbed.scenario import Churn, Fault
+from agent.protocol.errors import UserError
+from emulator.availability.churn import Schedule, poisson_churn
+from testbed.faults.inject import Injection, Injector, churn_schedule, describe, injecting, plan_faults
+from testbed.runs.scenario import Churn, Fault
 
 if TYPE_CHECKING:
     from conftest import Until

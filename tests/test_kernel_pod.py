@@ -17,7 +17,7 @@ import psutil
 import pytest
 from processes import LIMIT_S, Multiplication, grid
 
-from ps.server import Server
+from ps.transport.server import Server
 
 if TYPE_CHECKING:
     from conftest import Program, Serve, Start, Until
@@ -37,14 +37,22 @@ def fleet(devices: int, latency_in_pod: bool = False, **more: Any) -> dict[str, 
 
 
 def pod(start: Start, server: Server, told: dict[str, Any], *options: str) -> Program:
-    program = start("emulator.pod", "--ps", server.address, "--links", "kernel", *options, stdin=json.dumps(told))
+    program = start(
+        "emulator.pods.pod",
+        "--ps",
+        server.address,
+        "--links",
+        "kernel",
+        *options,
+        stdin=json.dumps(told | {"pass": server.pod_pass}),
+    )
     assert server.wait_for_devices(len(told["labels"]) - len(told.get("absent", ())), LIMIT_S), program.output
     return program
 
 
 def sources(program: Program, server: Server) -> set[str]:
     """Whence the pod's connections to the server come."""
-    port = int(server.address.rpartition(":")[2])
+    port = int(server.data_address.rpartition(":")[2])
     return {c.laddr.ip for c in psutil.Process(program.pid).net_connections("tcp") if c.raddr and c.raddr.port == port}
 
 
@@ -84,7 +92,7 @@ def test_latency_is_held_by_the_pod_only_where_the_kernel_has_none(
 @contextmanager
 def ordered_pod(server: Server, devices: int) -> Iterator[Callable[..., None]]:
     """A pod that takes orders: what it is told after its fleet."""
-    command = [sys.executable, "-m", "emulator.pod", "--ps", server.address, "--links", "kernel"]
+    command = [sys.executable, "-m", "emulator.pods.pod", "--ps", server.address, "--links", "kernel"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, bufsize=1, cwd=ROOT
     )
@@ -95,7 +103,7 @@ def ordered_pod(server: Server, devices: int) -> Iterator[Callable[..., None]]:
         process.stdin.write(json.dumps({"do": do, "devices": of, **details}) + "\n")
 
     try:
-        process.stdin.write(json.dumps(fleet(devices)) + "\n")
+        process.stdin.write(json.dumps(fleet(devices) | {"pass": server.pod_pass}) + "\n")
         assert server.wait_for_devices(devices, LIMIT_S)
         yield order
     finally:

@@ -1,4 +1,5 @@
-"""Promises of agent.kernels: every kernel multiplies, however its factors lie in memory, and NumPy is always there."""
+"""Promises of agent.compute.kernels: every kernel multiplies, however its factors lie in memory, and NumPy is always
+there."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent import kernels
-from agent.kernels import Array, Kernel, NumpyKernel, OnnxKernel, available_kernels, matmul_model, pick_kernel
+from agent.compute import kernels
+from agent.compute.kernels import Array, Kernel, NumpyKernel, OnnxKernel, available_kernels, matmul_model, pick_kernel
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
@@ -226,7 +227,8 @@ def test_a_kernel_that_does_not_work_here_says_why(monkeypatch: pytest.MonkeyPat
 
 def test_onnx_runtime_leaves_nothing_among_the_users_files_and_numpy_alone_does_not_load_it(tmp_path: Path) -> None:
     """It has telemetry, which makes an identity for the device as soon as it is loaded, unless it is told not to."""
-    code = "import sys\nfrom agent.kernels import pick_kernel\npick_kernel(%r)\nprint('onnxruntime' in sys.modules)"
+    load = "from agent.compute.kernels import pick_kernel"
+    code = f"import sys\n{load}\npick_kernel(%r)\nprint('onnxruntime' in sys.modules)"
     for only, loaded in (("onnxruntime", "True"), ("numpy", "False")):
         done = subprocess.run(
             [sys.executable, "-c", code % only],

@@ -1,4 +1,4 @@
-"""Promises of `cleave links check` and of emulator.link_probe: asked against achieved, and a verdict that follows."""
+"""Promises of `cleave links check` and of emulator.links.probe: asked against achieved, and a verdict that follows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.link import LinkSpec
-from emulator.link_probe import GROUP_BPS, Asked, Measured, Rate, groups, spans_s
-from emulator.shaping import Applied
-from testbed import link_check
+from emulator.links.probe import GROUP_BPS, Asked, Measured, Rate, groups, spans_s
+from emulator.links.shaping import Applied
+from emulator.model.link import LinkSpec
+from testbed.inspect import link_check
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = LinkSpec(20e6, 1e6, 0.03, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 EXACT = Measured("10.253.0.2", 20e6, 1e6, 0.05)
-CLEAVE = [sys.executable, "-c", "from testbed.cli import main; main()", "links", "check", "quickstart"]
+CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "links", "check", "quickstart"]
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="network namespaces need root")
 
 

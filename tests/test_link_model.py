@@ -1,5 +1,5 @@
-"""Promises of emulator.link: what real lines add is seeded, only ever adds time, keeps the order, and is nothing where
-there is nothing to add."""
+"""Promises of emulator.model.link: what real lines add is seeded, only ever adds time, keeps the order, and is
+nothing where there is nothing to add."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent.profile import Profile, pack_profiles
-from emulator.device import Devices
-from emulator.fleet import draw_fleet
-from emulator.link import (
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.links.rate_trace import LinkTrace, RateTrace
+from emulator.model.device import Devices
+from emulator.model.fleet import draw_fleet
+from emulator.model.link import (
     LINK,
     MOST_REPETITIONS,
     NO_TRACE,
@@ -30,8 +31,7 @@ from emulator.link import (
     repetitions,
     uniforms,
 )
-from emulator.link_trace import LinkTrace, RateTrace
-from emulator.zoo import load_network
+from emulator.model.zoo import load_network
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 Floats = NDArray[np.float64]

@@ -1,5 +1,5 @@
-"""Promises of emulator.link_trace: throughput follows the trace, in the model and through a real pod; bad files are one
-clear line."""
+"""Promises of emulator.links.rate_trace: throughput follows the trace, in the model and through a real pod; bad
+files are one clear line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent.profile import Profile, pack_profiles
-from agent.wire import BLOCK, OUTER_MAJOR, PIECE, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
-from emulator.fleet import Fleet, draw_fleet
-from emulator.link import LINK, MOST_REPETITIONS, Lines, Links, device_keys, plain_links
-from emulator.link_trace import PACKET_BYTES, LinkTrace, LinkTraceError, RateTrace, read_link_trace, read_rate_trace
-from testbed.launch import Pods
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import (
+    BLOCK,
+    OUTER_MAJOR,
+    PIECE,
+    Heartbeat,
+    Join,
+    Message,
+    Result,
+    Welcome,
+    Work,
+    decode,
+    encode,
+)
+from emulator.links.rate_trace import (
+    PACKET_BYTES,
+    LinkTrace,
+    LinkTraceError,
+    RateTrace,
+    read_link_trace,
+    read_rate_trace,
+)
+from emulator.model.fleet import Fleet, draw_fleet
+from emulator.model.link import LINK, MOST_REPETITIONS, Lines, Links, device_keys, plain_links
+from testbed.launch.processes import Pods
 
 ROOTS = Path(__file__).resolve().parents[2:]  # of the project's folder, or of a worktree's
 DATA = next((d for d in (root / "shared" / "data" / "network" for root in ROOTS) if d.is_dir()), Path("shared/data"))

@@ -15,27 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from processes import line_to
 
-from agent import measure
-from agent.about import cpu_quota as own_quota
-from agent.errors import UserError
-from agent.probe import ROUND_TRIPS
-from agent.profile import Profile, pack_profiles
-from emulator.calibration import calibrate
-from emulator.fleet import Fleet
-from emulator.performance import Models, Performance
-from emulator.samples import read_samples
-from ps.server import Server
-from testbed import message_cost, quota, twin, twin_blocks
-from testbed.anchor import Now, products
-from testbed.launch import Pods
-from testbed.message_cost import message_seconds_now, processor_seconds
+from agent.measure import command as measure
+from agent.measure.about import cpu_quota as own_quota
+from agent.measure.link import ROUND_TRIPS
+from agent.protocol.errors import UserError
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.calibration import calibrate
+from emulator.model.fleet import Fleet
+from emulator.model.performance import Models, Performance
+from emulator.model.samples import read_samples
+from ps.transport.server import Server
+from testbed.launch.processes import Pods
+from testbed.twins import message_cost, quota, twin, twin_blocks
+from testbed.twins.anchor import Now, products
+from testbed.twins.message_cost import message_seconds_now, processor_seconds
 
 if TYPE_CHECKING:
     from conftest import Serve, Start
 
 LIMIT_S = 90.0
-CLEAVE = ("-c", "from testbed.cli import main; main()")
+CLEAVE = ("-c", "from testbed.commands.cli import main; main()")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def test_a_server_that_is_gone_at_the_end_costs_no_samples(
             raise UserError("no server answers")
         return answer
 
-    monkeypatch.setattr("agent.probe.measure_link", measured)
+    monkeypatch.setattr("agent.measure.link.measure_link", measured)
     parser = argparse.ArgumentParser()
     measure.add_options(parser)
     path = tmp_path / "me.json"
@@ -127,12 +128,11 @@ def test_a_server_that_has_no_time_to_be_asked_for_gigabytes(serve: Serve) -> No
     """A probe larger than allowed is answered with a refusal, and costs the server nothing."""
     import zmq
 
-    from agent.wire import MAX_PROBE_BYTES, Probe, Refused, decode, encode
+    from agent.protocol.wire import MAX_PROBE_BYTES, Probe, Refused, decode, encode
 
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(serve().address)
-        for wanted, kind in ((MAX_PROBE_BYTES + 1, Refused), (1000, Probe)):
+    server = serve()
+    for wanted, kind in ((MAX_PROBE_BYTES + 1, Refused), (1000, Probe)):
+        with zmq.Context() as context, line_to(server, context) as socket:
             socket.send_multipart(encode(Probe(7, wanted, b"")))
             assert socket.poll(10_000)
             answer = decode(socket.recv_multipart(copy=False))
@@ -158,7 +158,7 @@ needs_quota = pytest.mark.skipif(not quotas_work(), reason="no CPU quota can be 
 @needs_quota
 def test_a_quota_holds_is_seen_from_inside_and_leaves_nothing_behind() -> None:
     with quota.cpu_quota(2500, 10000) as group:
-        code = "from agent.about import cpu_quota; input(); print(cpu_quota())"
+        code = "from agent.measure.about import cpu_quota; input(); print(cpu_quota())"
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -278,7 +278,7 @@ def test_a_pod_computes_as_long_as_the_model_says(serve: Serve) -> None:
     fleet = Fleet(profiles, ["d"] * 3, ["n"] * 3, {}, models=Models((model,), of, ((0, 0), (0, 1), (0, 2))))
     tiles = np.array([[0, 1, 0, 20, 0, 30], [0, 1, 20, 40, 0, 30], [0, 1, 60, 7, 0, 30]])
     server: Server = serve()
-    with Pods(fleet, 2, server.address, "model"):
+    with Pods(fleet, 2, server.address, "model", pod_pass=server.pod_pass):
         assert server.wait_for_devices(3, 30)
         order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
         parts = [[twin_blocks.Part(67, 50, 30, tiles, np.arange(3))]] * (twin.TRIES + 2)

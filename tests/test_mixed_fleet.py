@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
-from agent.profile import Profile, pack_profiles
-from emulator.zoo import load_device
-from ps.attendance import MOST, Attendance
-from testbed.fleets import make_fleet
-from testbed.guests import write_devices
-from testbed.scenario import ScenarioError, load_scenario
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.zoo import load_device
+from ps.transport.attendance import MOST, Attendance
+from testbed.results.keeping import Keeping
+from testbed.runs.display import Display
+from testbed.runs.fleets import make_fleet
+from testbed.runs.real_devices import write_devices
+from testbed.runs.scenario import ScenarioError, load_scenario
 
 if TYPE_CHECKING:
     from conftest import Program, Start
 
 RUN_LIMIT_S = 110.0
-CLEAVE = "import sys; from testbed.cli import main; sys.exit(main())"
+CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
 SMALL = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0", "--steps", "2")
 FAST = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms", "--once")
 
@@ -128,7 +131,9 @@ def test_a_profile_that_makes_no_sense_leaves_what_the_device_said_when_it_joine
     about = {"profile": profile, "system": "Android"}
     attendance.joined([0], ["../../my/phone"], about, 0.0)
     row = pack_profiles([Profile(5e9, 1e-4, 1e6, 1e6, 0.01, 256_000_000, 4)])
-    assert write_devices(tmp_path, attendance, ["../../my/phone"], row) == ["my-phone"]
+    quiet = Display(Console(quiet=True))
+    found = write_devices(tmp_path, attendance, ["../../my/phone"], row, quiet, Keeping(quiet.say))
+    assert found == ["my-phone"]
     kind = load_device(str(tmp_path / "devices" / "my-phone.toml"))
     assert (kind.kind, kind.flops, kind.overhead_s, kind.budget_bytes) == ("phone", 5e9, 1e-4, 256_000_000)
 

@@ -1,5 +1,6 @@
-"""Promises of emulator.shaping on a kernel that has netem: delay, jitter, loss and rate are set as asked, and a round
-trip takes as long as they say. The kernel is Debian's user-mode Linux (`netem_kernel.py`), started once for all."""
+"""Promises of emulator.links.shaping on a kernel that has netem: delay, jitter, loss and rate are set as asked, and
+a round trip takes as long as they say. The kernel is Debian's user-mode Linux (`netem_kernel.py`), started once for
+all."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import netem_kernel
 import pytest
 
-from emulator.shaping_plan import class_rate
+from emulator.links.shaping_plan import class_rate
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kernel links are Linux's"),

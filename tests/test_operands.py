@@ -1,5 +1,5 @@
-"""Promises of ps.operands and agent.operands: whatever blocks a connection is given, in whatever pieces their operands
-travel, the other side multiplies the right numbers."""
+"""Promises of ps.transport.operands and agent.compute.pieces: whatever blocks a connection is given, in whatever
+pieces their operands travel, the other side multiplies the right numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent.kernels import Kernel, NumpyKernel, available_kernels
-from agent.operands import BlockRow, Operands
-from agent.profile import Profile, pack_profiles
-from agent.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
-from ps.grid import grid_plan
-from ps.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels, streamed
-from ps.planner import Shape
+from agent.compute.kernels import Kernel, NumpyKernel, available_kernels
+from agent.compute.pieces import BlockRow, Operands
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
+from ps.planning.planner import Shape
+from ps.planning.weighted_grid import grid_plan
+from ps.transport.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels, streamed
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
@@ -210,8 +210,8 @@ def test_messages_stay_small_and_complete_whatever_the_limits(
     tiles = data.draw(any_tiling(shape))
     largest = max(4 * shape.inner * bs * (rs + cs) for _, bs, _, rs, _, cs in tiles)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ps.operands.MESSAGE_BYTES", message_bytes)
-        patch.setattr("ps.operands.MESSAGE_PIECES", message_pieces)
+        patch.setattr("ps.transport.operands.MESSAGE_BYTES", message_bytes)
+        patch.setattr("ps.transport.operands.MESSAGE_PIECES", message_pieces)
         line = Line()
         for call in data.draw(in_calls(tiles)):
             line.send(0, operands, [tiles[n] for n in call], call)
@@ -234,7 +234,7 @@ def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
 ) -> None:
     shape = Shape(1, 80, 4, 80)
     tiles = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(40)]  # nothing in common: each brings 2 x 4 values
-    monkeypatch.setattr("ps.operands.MESSAGE_BYTES", 5 * 32)
+    monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 5 * 32)
     line = Line()
     line.send(0, operands_of(shape), tiles, range(40))
     sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]

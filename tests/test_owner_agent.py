@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from processes import FAST, LIMIT_S, Multiplication, agents
 
-from ps.planner import Plan
-from ps.server import Server
+from ps.access.book_file import AccessFile
+from ps.planning.planner import Plan
+from ps.transport.server import Server
+from testbed.access.inviting import new_invitation
 
 if TYPE_CHECKING:
     from conftest import Program, Serve, Start, Until
@@ -28,15 +30,15 @@ ROWS, INNER, COLUMNS = 64, 96, 80
 # `python -m agent` as a slow phone: a row of a product of this inner length takes it a tenth of a second
 SLOW = f"""
 import sys, threading
-import agent.kernels, agent.worker
-agent.worker.PART_S = 1e-12
-fast = agent.kernels.NumpyKernel.product
+import agent.compute.kernels, agent.compute.worker
+agent.compute.worker.PART_S = 1e-12
+fast = agent.compute.kernels.NumpyKernel.product
 def product(self, left, right):
     if left.shape[-1] == {INNER}:
         print("computing a row", flush=True)
         threading.Event().wait(0.1)
     return fast(self, left, right)
-agent.kernels.NumpyKernel.product = product
+agent.compute.kernels.NumpyKernel.product = product
 from agent.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -308,13 +310,15 @@ class Relay:
 
 
 def test_a_phone_that_loses_its_network_and_finds_another_goes_on_as_the_same_device(
-    start: Start, serve: Serve, until: Until
+    start: Start, until: Until, tmp_path: Path
 ) -> None:
-    server = serve(heartbeat_s=0.2)
+    access = AccessFile(tmp_path / "server")
+    server = Server(heartbeat_s=0.2, listen=["tcp://127.0.0.1:0"], access=access).start()
     server.notice = lambda text: None
-    relay = Relay(server.address)
+    relay = Relay(server.public_addresses[0])
+    link = new_invitation(access, 1, 600.0, [relay.address]).link
     try:
-        agent = start("agent", "--ps", relay.address, "--name", "phone", *FAST)
+        agent = start("agent", "--state", str(tmp_path / "a"), "--invitation", link, "--name", "phone", *FAST)
         assert server.wait_for_devices(1, LIMIT_S)
         Multiplication(server, (1, 60, 70, 80)).check()
         for stay in (2, 3):
@@ -327,4 +331,6 @@ def test_a_phone_that_loses_its_network_and_finds_another_goes_on_as_the_same_de
         assert agent.running
         until(lambda: sum("joined" in line for line in agent.said) == 3, "it has said so")
     finally:
+        server.stop()
         relay.close()
+    assert server.error is None

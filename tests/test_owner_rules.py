@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import rules as rules_command
-from agent.owner import (
+from agent.owner import rules_file as rules_command
+from agent.owner.data_cap import Meter
+from agent.owner.rules import (
     BATTERY_SLACK,
     DAY_MIN,
     TEMPERATURE_SLACK,
@@ -23,8 +24,7 @@ from agent.owner import (
     parse_hours,
     parse_rules,
 )
-from agent.rules import read_rules, set_rule
-from agent.traffic import Meter
+from agent.owner.rules_file import read_rules, set_rule
 
 NOON = datetime(2026, 11, 16, 12, 0, 0)
 
@@ -53,7 +53,20 @@ NOON = datetime(2026, 11, 16, 12, 0, 0)
         ({"hours": "22:00-07:00"}, Readings(), "it works at 22:00-07:00 only (hours)", 10 * 3600),
         ({"hours": "11:00-13:00"}, Readings(), None, None),
         ({"hours": "13:00-14:00, 12:30-12:45"}, Readings(), "it works at 13:00-14:00, 12:30-12:45 only (hours)", 1800),
-        ({"data_cap_a_day": "1 GB"}, Readings(data_bytes=10**9 - 1), None, None),
+        # the last MiB is for what is still on its way: the cap itself is never reached
+        ({"data_cap_a_day": "1 GB"}, Readings(data_bytes=10**9 - 2**20 - 1), None, None),
+        (
+            {"data_cap_a_day": "1 GB"},
+            Readings(data_bytes=10**9 - 2**20),
+            "999 MB of 1 GB are used for today (data_cap_a_day)",
+            12 * 3600,
+        ),
+        (
+            {"data_cap_a_day": "1 GB"},
+            Readings(data_bytes=10**8, enough_data="the next block moves 2 GB"),
+            "100 MB of 1 GB are used for today: the next block moves 2 GB (data_cap_a_day)",
+            12 * 3600,
+        ),
         (
             {"data_cap_a_day": "1 GB"},
             Readings(data_bytes=10**9),
@@ -201,6 +214,8 @@ def test_at_the_time_that_is_told_work_begins_and_not_before(now_ms: int, begin:
         ({"data_cap_a_day": 5}, "no unit"),
         ({"threads": 0}, "number of threads"),
         ({"if_unknown": "sleep"}, '"work" or "wait"'),
+        ({"updates": "yes"}, '"ask", "auto" or "never"'),
+        ({"updates": True}, '"ask", "auto" or "never"'),
     ],
 )
 def test_a_rule_that_is_wrong_is_named_with_a_right_one(table: dict[str, object], words: str) -> None:

@@ -1,4 +1,5 @@
-"""Promises of ps.packing: every cell exactly once, nobody beyond its memory, never better than the bound, near it.
+"""Promises of ps.planning.packing: every cell exactly once, nobody beyond its memory, never better than the bound,
+near it.
 
 Makespans are recomputed here from the tiles alone, not by the packing's own arithmetic.
 """
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent.profile import PROFILE, Profile, pack_profiles
-from emulator.fleet import uniform_fleet
-from ps.packing import PackingError, Rates, Tiling, tile
-from ps.planner import Shape
+from agent.protocol.profile import PROFILE, Profile, pack_profiles
+from emulator.model.fleet import uniform_fleet
+from ps.planning.packing import PackingError, Rates, Tiling, tile
+from ps.planning.planner import Shape
 
 TOKENS = 128 * 1024
 # the distinct products of a training step, batch 128, sequence 1,024, and how often they occur

@@ -1,5 +1,5 @@
-"""Promises of ps.passes and of what follows from it: what nobody waits for is done beside the rest, and the pass ends
-sooner."""
+"""Promises of ps.planning.deferred and of what follows from it: what nobody waits for is done beside the rest, and
+the pass ends sooner."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulator.fleet import uniform_fleet
-from ps.dispatcher import Dispatcher
-from ps.events import (
+from emulator.model.fleet import uniform_fleet
+from ps.graph.executor import Executor
+from ps.graph.models import model_config
+from ps.graph.products import recorded_step
+from ps.planning.deferred import MOST_TAKEN, Team, _Pass, teams
+from ps.planning.planner import Level, Planner, Question, Request, Shape, _ends_s
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import (
     BlocksReturned,
     DevicesJoined,
     DevicesLeft,
@@ -23,12 +28,7 @@ from ps.events import (
     SendBlocks,
     Submission,
 )
-from ps.executor import Executor
-from ps.models import model_config
-from ps.passes import MOST_TAKEN, Team, _Pass, teams
-from ps.planner import Level, Planner, Question, Request, Shape, _ends_s
-from ps.products import recorded_step
-from testbed.virtual_server import VirtualServer
+from testbed.virtual.server import VirtualServer
 
 CHAIN = Request(Shape(1, 512, 128, 128))
 GRADIENT = Request(Shape(1, 128, 512, 128))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.grid import LEAST_FLOPS, shapes
-from agent.profile import Profile, pack_profiles
-from emulator.calibration import fit, warmth
-from emulator.device import Devices
-from emulator.performance import (
+from agent.measure.shapes import LEAST_FLOPS, shapes
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.calibration import fit, warmth
+from emulator.model.device import Devices
+from emulator.model.performance import (
     SPREAD_AT,
     Models,
     Performance,

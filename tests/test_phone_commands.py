@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +14,18 @@ import pytest
 from processes import LIMIT_S, Multiplication, free_port
 from termux import Termux
 
-from android.serving import Serving
-from ps.access_file import AccessFile
-from ps.server import Server
+from agent.identity.release import parse_release
+from android.bundle import build
+from ps.access.book_file import AccessFile
+from ps.transport.server import Server
+from testbed.access import releases
+from testbed.access.signing import SigningKey, sign_bundle
 
 if TYPE_CHECKING:
     from conftest import Serve, Start
 
 ROOT = Path(__file__).resolve().parents[1]
-CLEAVE = "from testbed.cli import main; main()"
+CLEAVE = "from testbed.commands.cli import main; main()"
 
 
 @pytest.fixture
@@ -63,8 +67,9 @@ def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     assert enrolled.name == "my-phone"
     assert "working" in termux.sh("cleave-agent status").stdout
     assert "only_while_charging  on" in termux.sh("cleave-agent rules set only_while_charging true").stdout
-    kept = json.loads((termux.home / ".cleave/state/agent.json").read_text())
-    assert kept["bundle_url"] == f"http://127.0.0.1:{port}/agent.zip"
+    token = command.split("token=")[1].split("&")[0].encode()
+    with_token = [p for p in (termux.home / ".cleave").rglob("*") if p.is_file() and token in p.read_bytes()]
+    assert with_token == [], "a token that has served is left about"
     stop = termux.sh("cleave-agent stop; cleave-agent start")  # by its key alone: the invitation was for one phone
     assert "this phone works now" in stop.stdout, stop.stdout
     assert termux.sh("cleave-agent uninstall").returncode == 0
@@ -98,16 +103,29 @@ def test_phones_on_adb_are_a_table(
     assert "--server-port 5555" in nowhere.output
 
 
-def test_a_run_can_serve_the_files_itself(serve: Serve) -> None:
-    from testbed.display import Display
-    from testbed.hosts import _serving_files
-    from testbed.scenario import load_scenario
+def test_a_run_can_serve_the_files_itself_and_offers_only_what_is_signed(
+    serve: Serve, access: AccessFile, tmp_path: Path
+) -> None:
+    from testbed.runs.display import Display
+    from testbed.runs.hosts import _serving_files
+    from testbed.runs.scenario import load_scenario
 
     server = serve()
     port = free_port()
     scenario = load_scenario("quickstart", {"server.files": str(port)})
     with _serving_files(scenario, server, Display()):
-        url, checksum = server.bundle
-        assert url == f"http://127.0.0.1:{port}/agent.zip"
-    with Serving("127.0.0.1") as serving:
-        assert serving.bundle.sha256 == checksum
+        assert server.bundle == ("", "")  # a build of this checkout, for new phones alone
+        assert get(f"http://127.0.0.1:{port}/agent.zip") == build().data
+    key, bundle = SigningKey(b"k" * 32), build(release=7)
+    releases.trust(access.path.parent, key.signer)
+    releases.write_signed(tmp_path / "agent.zip", bundle, sign_bundle(key, bundle.data, 7))
+    releases.publish(access.path.parent, tmp_path / "agent.zip")
+    with _serving_files(scenario, server, Display()):
+        assert server.bundle == (f"http://127.0.0.1:{port}/agent.zip", bundle.sha256)
+        assert get(f"http://127.0.0.1:{port}/agent.zip") == bundle.data
+        assert parse_release(get(f"http://127.0.0.1:{port}/agent.zip.release")).number == 7
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from agent.errors import UserError
-from ps.models import model_config
-from ps.planner import Shape
-from ps.products import step_products
-from testbed.plan import fleet_profiles, plan_product
+from agent.protocol.errors import UserError
+from ps.graph.models import model_config
+from ps.graph.products import step_products
+from ps.planning.planner import Shape
+from testbed.virtual.plan import fleet_profiles, plan_product
 
-CLEAVE = [sys.executable, "-c", "from testbed.cli import main; main()", "plan"]
+CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "plan"]
 
 
 def cleave(*arguments: str) -> subprocess.CompletedProcess[str]:

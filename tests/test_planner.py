@@ -1,5 +1,6 @@
-"""Promises of ps.planner: whatever the products and the fleet, every plan covers its output exactly once, nobody gets
-more than it can hold, the modelled end is that of a device's three queues, and a lost device changes little."""
+"""Promises of ps.planning.planner: whatever the products and the fleet, every plan covers its output exactly once,
+nobody gets more than it can hold, the modelled end is that of a device's three queues, and a lost device changes
+little."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_checks import assert_keeps_its_promises, assert_same, block, one_cell_bytes, powers, simulated_s
 
-import ps.planner
-from agent.profile import Profile, pack_profiles
-from emulator.fleet import uniform_fleet
-from ps.adapt import LATER, welcomed
-from ps.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
-from ps.planner import (
+import ps.planning.planner
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.fleet import uniform_fleet
+from ps.planning.adapt import LATER, welcomed
+from ps.planning.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
+from ps.planning.planner import (
     SETTLED,
     SOLVING_S,
     Integers,
@@ -435,7 +436,7 @@ def test_when_many_have_joined_the_plan_is_made_anew() -> None:
 
 
 def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ps.planner, "MOST_CACHED", 3)
+    monkeypatch.setattr(ps.planning.planner, "MOST_CACHED", 3)
     table, planner, able = pack_profiles([common]), Planner(), np.arange(1)
     wanted = [[Request(Shape(1, 4, 4, 4 + i))] for i in range(4)]
     first = [planner.plan(one, table, able) for one in wanted[:3]]

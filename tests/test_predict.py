@@ -1,4 +1,5 @@
-"""Promises of testbed.predict: a step on the modelled fleet is the step, and takes as long as the model says."""
+"""Promises of testbed.virtual.predict: a step on the modelled fleet is the step, and takes as long as the model
+says."""
 
 from __future__ import annotations
 
@@ -15,23 +16,23 @@ import transformers
 from numpy.typing import NDArray
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from agent.errors import Failure
-from agent.profile import Profile, pack_profiles
-from emulator.fleet import uniform_fleet
-from emulator.link import MOST_REPETITIONS, Links, device_keys, plain_links
-from ps.capture import distribute, prepare
-from ps.cost import block_seconds, chunk_length, usable_bytes
-from ps.executor import Executor, Spent
-from ps.jobs import Product
-from ps.models import build_model
-from ps.operands import Operand
-from ps.planner import Plan, Planner, Request, Shape
-from ps.trainer import gradients
-from testbed.fleets import make_fleet
-from testbed.launch import links_of
-from testbed.predict import FORESEEN, Apart, ModelledFleet, predict_step
-from testbed.scenario import load_scenario
-from testbed.virtual_server import VirtualServer
+from agent.protocol.errors import Failure
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.fleet import uniform_fleet
+from emulator.model.link import MOST_REPETITIONS, Links, device_keys, plain_links
+from ps.graph.capture import distribute, prepare
+from ps.graph.executor import Executor, Spent
+from ps.graph.models import build_model
+from ps.graph.trainer import gradients
+from ps.planning.cost import block_seconds, chunk_length, usable_bytes
+from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from testbed.launch.processes import links_of
+from testbed.runs.fleets import make_fleet
+from testbed.runs.scenario import load_scenario
+from testbed.virtual.predict import FORESEEN, Apart, ModelledFleet, predict_step
+from testbed.virtual.server import VirtualServer
 
 TOKENS = torch.randint(0, 29, (8, 7), generator=torch.Generator().manual_seed(0))
 SLOW_LINES = 1e-3  # of the lines of the uniform fleets: modelled seconds, beside which the work of this host is nothing
@@ -314,7 +315,7 @@ def test_a_prediction_knows_each_device_s_link_in_whatever_order_they_joined(tmp
 
 def test_what_the_server_computes_itself_counts_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, 100))  # every look at the clock is 100 s later
-    monkeypatch.setattr("testbed.predict.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("testbed.virtual.predict.time.perf_counter", lambda: float(next(clock)))
     fleet = ModelledFleet(pack_profiles([DEVICE]), Planner())
     assert fleet.seconds() == 100.0
     assert fleet.seconds() == 200.0

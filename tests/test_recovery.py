@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch.distributed
 
-from agent.errors import Failure, UserError
-from agent.profile import Profile, pack_profiles
-from ps.planner import Planner, Shape
-from testbed import recovery
-from testbed.plan import fleet_profiles
-from testbed.recovery import Product, Setting, Trial, parse_failures, percentile, simulate, summarise
+from agent.protocol.errors import Failure, UserError
+from agent.protocol.profile import Profile, pack_profiles
+from ps.planning.planner import Planner, Shape
+from testbed.virtual import recovery
+from testbed.virtual.plan import fleet_profiles
+from testbed.virtual.recovery import Product, Setting, Trial, parse_failures, percentile, simulate, summarise
 
-CLEAVE = [sys.executable, "-c", "from testbed.cli import main; main()", "recovery"]
+CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "recovery"]
 PRODUCTS = {Shape(1, 4096, 512, 2048): 6, Shape(64, 128, 64, 128): 3}
 SMALL = Setting(
     parameters=1_000_000,

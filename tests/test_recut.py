@@ -1,4 +1,5 @@
-"""Promises about devices as three queues (ps.stages), and lost rectangles that are cut again over them (ps.recut)."""
+"""Promises about devices as three queues (ps.planning.cost), and lost rectangles that are cut again over them
+(ps.planning.recut)."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.profile import Profile, pack_profiles
-from ps.dispatcher import Dispatcher
-from ps.events import BlocksReturned, DevicesJoined, DevicesLeft, JobsSubmitted, SendBlocks, Submission
-from ps.pipeline import queue_seconds
-from ps.planner import Plan, Planner, Request, Shape
-from ps.recut import LATER, recut
-from ps.stages import Passage, Stages, after, alone_s
-from testbed.plan import fleet_profiles
-from testbed.recovery import Product
+from agent.protocol.profile import Profile, pack_profiles
+from ps.planning.cost import Passage, Stages, after, alone_s
+from ps.planning.pipeline import queue_seconds
+from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.recut import LATER, recut
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import BlocksReturned, DevicesJoined, DevicesLeft, JobsSubmitted, SendBlocks, Submission
+from testbed.virtual.plan import fleet_profiles
+from testbed.virtual.recovery import Product
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 seconds = st.floats(0.0, 10.0)

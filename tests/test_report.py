@@ -1,4 +1,4 @@
-"""Promises of testbed.report: a trace that viewers can draw, a page that needs nothing and trusts nobody."""
+"""Promises of testbed.results.report: a trace that viewers can draw, a page that needs nothing and trusts nobody."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from emulator.fidelity import judge
-from testbed import report
-from testbed.charts import element, histogram, line_chart, ticks
-from testbed.report import TRACE_DEVICES, TRACE_EVENTS, ReportError, write_report, write_trace
-from testbed.results import Summary, print_summary, write_blocks, write_json, write_steps
+from emulator.model.fidelity import judge
+from testbed.results import report
+from testbed.results.charts import element, histogram, line_chart, ticks
+from testbed.results.files import Summary, print_summary, write_blocks, write_json, write_steps
+from testbed.results.report import TRACE_DEVICES, TRACE_EVENTS, ReportError, write_report, write_trace
 
 HOSTILE = "</td><script>alert('x')</script>&\"<svg onload=1>"
 VOID_TAGS = {"meta"}

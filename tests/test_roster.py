@@ -1,4 +1,5 @@
-"""Promises of ps.roster: a number means one device as long as anybody could ask for it, and numbers are few."""
+"""Promises of ps.transport.roster: a number means one device as long as anybody could ask for it, and numbers are
+few."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import Multiplication, Stranger, agents
 
-from agent.profile import Profile, pack_profiles
-from agent.wire import ANSWER, DONE, Leave, Probe, Refused, Result
-from ps.peers import NO_DEVICE, Peer
-from ps.roster import Roster
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import ANSWER, DONE, Leave, Probe, Refused, Result
+from ps.transport.peers import NO_DEVICE, Peer
+from ps.transport.roster import Roster
 
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
@@ -85,12 +86,12 @@ def test_however_often_devices_come_and_go_the_server_keeps_the_latest_and_those
     agents(start, server, 1)
     Multiplication(server, (1, 60, 70, 80)).check()
     worker = server.labels[0]
-    with closing(Stranger(server.address)) as one_who_says_goodbye:
+    with closing(Stranger(server, of_the_run=True)) as one_who_says_goodbye:
         for stay in range(100):
             one_who_says_goodbye.join()
             one_who_says_goodbye.send(Leave(np.array([stay], "<u4"), "bye"))
     for _ in range(100):
-        with closing(Stranger(server.address)) as one_who_talks_nonsense:
+        with closing(Stranger(server)) as one_who_talks_nonsense:
             one_who_talks_nonsense.join()
             one_who_talks_nonsense.socket.send_multipart([b"nonsense"])
             while not isinstance(one_who_talks_nonsense.receive(), Refused):
@@ -109,7 +110,7 @@ def test_who_has_left_cannot_answer_for_the_device_that_has_its_number_now(start
     server.notice = lambda text: None
     server.roster.most_idle = 0
     with ExitStack() as stack:
-        before, now = (stack.enter_context(closing(Stranger(server.address))) for _ in range(2))
+        before, now = (stack.enter_context(closing(Stranger(server))) for _ in range(2))
         before.join()
         before.send(Leave(np.array([0], "<u4"), "bye"))
         before.send(Probe(1, 0, b""))

@@ -1,4 +1,4 @@
-"""Promises of testbed.scenario: what is right loads, and what is wrong is told with its place and its remedy."""
+"""Promises of testbed.runs.scenario: what is right loads, and what is wrong is told with its place and its remedy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from emulator.fleet import UNIFORM, draw_fleet, uniform_fleet
-from testbed.scenario import (
+from emulator.model.fleet import UNIFORM, draw_fleet, uniform_fleet
+from testbed.runs.scenario import (
     Scenario,
     ScenarioError,
     dump_scenario,
@@ -23,7 +23,7 @@ from testbed.scenario import (
     parse_assignments,
     scenario_names,
 )
-from testbed.toml_lines import line_of_each_key, parse_key
+from testbed.runs.toml_lines import line_of_each_key, parse_key
 
 QUICKSTART = (resources.files("testbed") / "scenarios" / "quickstart.toml").read_text(encoding="utf-8")
 
@@ -37,7 +37,8 @@ def write(folder: Path, old: str = "", new: str = "") -> Path:
 
 
 def line_of(text: str) -> int:
-    return QUICKSTART[: QUICKSTART.index(text)].count("\n") + 1
+    """The first that begins with it."""
+    return f"\n{QUICKSTART}".split(f"\n{text}")[0].count("\n") + 1
 
 
 @pytest.mark.parametrize("name", scenario_names())

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from agent import sensors
-from agent.sensors import (
+from agent.owner import sensors
+from agent.owner.sensors import (
     Battery,
     BatterySensor,
     Command,

@@ -1,5 +1,5 @@
-"""Promises of emulator.shaping, kept by a real kernel: in network namespaces that end with the test. `test_netem.py`
-has what needs netem, on a kernel that has it."""
+"""Promises of emulator.links.shaping, kept by a real kernel: in network namespaces that end with the test.
+`test_netem.py` has what needs netem, on a kernel that has it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import pytest
 from processes import LIMIT_S, Multiplication, grid
 
-from agent.keys import Keys
-from emulator import netlink
-from emulator.link import LinkSpec
-from emulator.link_lab import POD_ADDRESS, PREFIX, SERVER_ADDRESS, LinkLab, link_lab
-from emulator.link_probe import Asked, ProbeServer, measure
-from emulator.netlink import Netlink, in_namespace
-from emulator.shaping import Kernel, PrefixTaken, ShapingError, apply, change, clear, probe
-from emulator.shaping_plan import CONGESTION_CONTROLS, PodLinks, addresses, class_rate
-from ps.access_file import AccessFile
-from ps.server import Server
+from agent.identity.keys import Keys
+from emulator.links import netlink
+from emulator.links.lab import POD_ADDRESS, PREFIX, SERVER_ADDRESS, LinkLab, link_lab
+from emulator.links.netlink import Netlink, in_namespace
+from emulator.links.probe import Asked, ProbeServer, measure
+from emulator.links.shaping import Kernel, PrefixTaken, ShapingError, apply, change, clear, probe
+from emulator.links.shaping_plan import CONGESTION_CONTROLS, PodLinks, addresses, class_rate
+from emulator.model.link import LinkSpec
+from ps.access.book_file import AccessFile
+from ps.transport.server import Server
 
 if TYPE_CHECKING:
     from conftest import Start, Until
@@ -121,7 +121,7 @@ def test_rates_follow_a_trace_and_end_with_the_input(lab: LinkLab, until: Until)
     milliseconds = [*range(13, 501, 25), *(500 + 25 * i // 3 for i in range(1, 61))]
     trace = {"down_ms": milliseconds, "up_ms": milliseconds}
     told = {"pods": [pod.to_json()], "traces": [trace], "following": {pod.devices[0][0]: [0, 0.0]}}
-    command = [sys.executable, "-m", "emulator.link_follow"]
+    command = [sys.executable, "-m", "emulator.links.follow"]
     slow, fast = class_rate(2 * 480e3), class_rate(2 * 1.44e6)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdin is not None
@@ -204,7 +204,9 @@ def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
             "latency_in_pod": False,
             "curve": {"server": server.public_key, "secret": keys.secret},
         }
-        inside = f"from emulator import netlink, pod; netlink.enter({lab.pod!r}); pod.main()"
+        inside = (
+            f"from emulator.links import netlink; from emulator.pods import pod; netlink.enter({lab.pod!r}); pod.main()"
+        )
         started = start("-c", inside, "--ps", server.unlisted_addresses[0], "--links", "kernel", stdin=json.dumps(told))
         assert server.wait_for_devices(4, LIMIT_S), started.output
         Multiplication(server, (1, 256, 256, 256), grid(256, 256, 64, [0, 1, 2, 3])).check()
@@ -292,11 +294,13 @@ def test_a_kernel_that_cannot_is_told_with_what_to_use_instead(lab: LinkLab, ker
 # ---- as a program
 
 
-NOBODY = "import os, sys; from emulator import shaping; os.setgid(65534); os.setuid(65534); sys.exit(shaping.main())"
+NOBODY = (
+    "import os, sys; from emulator.links import shaping; os.setgid(65534); os.setuid(65534); sys.exit(shaping.main())"
+)
 
 
 def program(do: str, told: str = "", nobody: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(("-c", NOBODY) if nobody else ("-m", "emulator.shaping")), do]
+    command = [sys.executable, *(("-c", NOBODY) if nobody else ("-m", "emulator.links.shaping")), do]
     return subprocess.run(command, input=told, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
 
 

@@ -1,4 +1,5 @@
-"""Promises of emulator.shaping_plan: what a kernel is told for the links that are asked for. No kernel is needed."""
+"""Promises of emulator.links.shaping_plan: what a kernel is told for the links that are asked for. No kernel is
+needed."""
 
 from __future__ import annotations
 
@@ -13,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.link import LinkSpec
-from emulator.link_follow import WINDOW_S, rate_bps
-from emulator.link_trace import RateTrace
-from emulator.shaping_plan import (
+from emulator.links.follow import WINDOW_S, rate_bps
+from emulator.links.rate_trace import RateTrace
+from emulator.links.shaping_plan import (
     BURST_S,
     FIRST_CLASS,
     FRAME_BYTES,
@@ -33,6 +33,7 @@ from emulator.shaping_plan import (
     commands,
     make_plan,
 )
+from emulator.model.link import LinkSpec
 
 PLAIN = LinkSpec(20e6, 1e6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 FULL = LinkSpec(20e6, 1e6, 0.03, 0.02, 0.005, 0.002, 0.01, 0.002, 250e3, 12e3)

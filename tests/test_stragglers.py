@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.profile import Profile, pack_profiles
-from agent.wire import ANSWER
-from ps.deadlines import BEYOND, ENOUGH, MOST_PATIENCE_S, TAIL, Deadlines, after_a_turn_s
-from ps.dispatcher import CORRECTED_EVERY_S, FEW, GRACE_S, SUSPECTED_S, Dispatcher
-from ps.events import (
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import ANSWER
+from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.scheduling.deadlines import (
+    BEYOND,
+    COLD_FLOOR_S,
+    COLD_TIMES,
+    ENOUGH,
+    MOST_PATIENCE_S,
+    TAIL,
+    Deadlines,
+    after_a_turn_s,
+)
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import (
     AcceptBlocks,
     BlocksFailed,
     BlocksLost,
@@ -27,11 +37,11 @@ from ps.events import (
     Submission,
     TimePassed,
 )
-from ps.jobs import Live, Product
-from ps.operands import Operand
-from ps.planner import Plan, Planner, Request, Shape
-from ps.records import Records
-from ps.slowness import ANSWERS
+from ps.scheduling.slowness import ANSWERS
+from ps.scheduling.stragglers import CORRECTED_EVERY_S, FEW, GRACE_S, SUSPECTED_S
+from ps.transport.jobs import Live, Product
+from ps.transport.operands import Operand
+from ps.transport.records import Records
 
 COMMON = Profile(1e9, 0.0, 1e7, 1e7, 0.01, 1 << 40, 4)
 SHAPE = Shape(1, 64, 16, 64)
@@ -41,13 +51,22 @@ def anybody(device: int, key: tuple[int, int]) -> bool:
     return True
 
 
-def test_nothing_is_overdue_before_enough_is_known() -> None:
+def test_before_enough_is_known_the_cost_model_alone_sets_deadlines() -> None:
     deadlines = Deadlines()
-    deadlines.sent([(0, 0)], [0], now_s=0.0, expected_s=[1.0])
+    deadlines.sent([(0, 0)], [0], now_s=10.0, expected_s=[2.0])
+    assert deadlines.next_s == 10.0 + COLD_TIMES * 2.0 + COLD_FLOOR_S
     for _ in range(ENOUGH - 1):
         deadlines.returned([1.0], [1.0])
-    deadlines.sent([(0, 1)], [0], now_s=0.0, expected_s=[1.0])
-    assert deadlines.overdue(1e9, anybody, most=10) == []
+    assert deadlines.allowed_s(3.0) == COLD_TIMES * 3.0 + COLD_FLOOR_S
+    assert deadlines.overdue(deadlines.next_s - 1e-9, anybody, most=10) == []
+    assert deadlines.overdue(deadlines.next_s, anybody, most=10) == [(0, 0)]
+
+
+def test_what_was_sent_before_enough_was_known_is_judged_like_the_rest_as_soon_as_it_is() -> None:
+    deadlines = Deadlines()
+    deadlines.sent([(0, 0)], [0], now_s=10.0, expected_s=[2.0])
+    deadlines.returned([1.0] * ENOUGH, [1.0] * ENOUGH)
+    assert deadlines.next_s == 10.0 + BEYOND * 2.0
 
 
 def test_overdue_is_what_takes_longer_than_nearly_all_did() -> None:
@@ -106,6 +125,8 @@ class Clockwork:
         self.dispatcher.handle(DevicesJoined(0, pack_profiles(profiles or [COMMON] * 5)), self.now_s)
         for _ in range(ENOUGH):
             self.dispatcher.deadlines.returned([2.0], [1.0])
+        for record in self.dispatcher.devices:
+            record.worked = self.dispatcher._answered = True  # those answers were theirs
 
     def submit(self, devices: list[int]) -> list[int]:
         """A product in as many equal parts; its blocks."""

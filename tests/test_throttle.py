@@ -1,5 +1,5 @@
-"""Promises of emulator.throttle: what computes is a thread of its own that can be found and limited, and nothing else
-is. `test_containers.py` does it on an engine; here are control groups of version 2, on user-mode Linux."""
+"""Promises of emulator.containers.throttle: what computes is a thread of its own that can be found and limited, and
+nothing else is. `test_containers.py` does it on an engine; here are control groups of version 2, on user-mode Linux."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import netem_kernel
 import numpy as np
 import pytest
 
-from agent.kernels import Array, NumpyKernel
-from emulator.throttle import Apart, ThrottleError, container_group, thread_of
+from agent.compute.kernels import Array, NumpyKernel
+from emulator.containers.throttle import Apart, ThrottleError, container_group, thread_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

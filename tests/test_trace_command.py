@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from emulator.churn import flash_sessions, read_trace, trace_of
-from testbed.trace import HALVES, ROWS, as_json, measure, plot, print_trace
+from emulator.availability.churn import flash_sessions, read_trace, trace_of
+from testbed.inspect.availability import HALVES, ROWS, as_json, measure, plot, print_trace
 
-CLEAVE = [sys.executable, "-c", "from testbed.cli import main; main()", "trace"]
+CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "trace"]
 FLASH = Path(__file__).resolve().parents[2] / "shared" / "data" / "churn" / "flash_strict_clean.csv"
 
 
@@ -182,6 +182,6 @@ def test_help_teaches_the_formats() -> None:
 
 
 def test_inspecting_does_not_load_pytorch(small: Path) -> None:
-    code = "import sys; from testbed import trace; print('torch' in sys.modules)"
+    code = "import sys; import testbed.inspect.availability; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
     assert len(read_trace(small)) == 2

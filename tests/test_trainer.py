@@ -1,4 +1,5 @@
-"""Promises of ps.trainer: a batch in parts is the batch, here and on a fleet whose devices keep weights meanwhile."""
+"""Promises of ps.graph.trainer: a batch in parts is the batch, here and on a fleet whose devices keep weights
+meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import pytest
 import torch
 import transformers
 
-from ps.capture import distribute
-from ps.executor import Executor
-from ps.jobs import Product
-from ps.models import build_model
-from ps.operands import Operand
-from ps.plans import Level
-from ps.trainer import Step, gradients, train
-from testbed.training import collecting_between_steps
+from ps.graph.capture import distribute
+from ps.graph.executor import Executor
+from ps.graph.models import build_model
+from ps.graph.trainer import Step, gradients, train
+from ps.planning.plans import Level
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from testbed.runs.collecting import collecting_between_steps
 
 CONFIGS: dict[str, Callable[..., Any]] = {
     "opt": lambda: transformers.OPTConfig(

@@ -1,4 +1,4 @@
-"""Promises of agent.units."""
+"""Promises of agent.protocol.units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.units import (
+from agent.protocol.units import (
     UnitError,
     format_count,
     format_duration,

@@ -1,4 +1,4 @@
-"""Promises of testbed.virtual_server: whatever happens to the fleet, every product ends, and every cell counts once."""
+"""Promises of testbed.virtual.server: whatever happens to the fleet, every product ends, and every cell counts once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.errors import Failure
-from agent.profile import Profile, pack_profiles
-from emulator.fleet import uniform_fleet
-from emulator.link import plain_links
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan, Planner
-from testbed.inject import Injection, Injector
-from testbed.virtual_pods import VirtualPods
-from testbed.virtual_server import NOTICED_AFTER_S, VirtualServer
+from agent.protocol.errors import Failure
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.fleet import uniform_fleet
+from emulator.model.link import plain_links
+from ps.planning.planner import Plan, Planner
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from testbed.faults.inject import Injection, Injector
+from testbed.virtual.pods import VirtualPods
+from testbed.virtual.server import NOTICED_AFTER_S, VirtualServer
 
 COUNT = 12
 

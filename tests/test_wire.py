@@ -1,4 +1,4 @@
-"""Promises of agent.wire: what is encoded comes back as it was, and whatever else arrives raises WireError."""
+"""Promises of agent.protocol.wire: what is encoded comes back as it was, and whatever else arrives raises WireError."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent.profile import MAX_RATE, PROFILE, Profile, pack_profiles
-from agent.wire import (
+from agent.protocol.profile import MAX_RATE, PROFILE, Profile, pack_profiles
+from agent.protocol.wire import (
     ANSWER,
     BLOCK,
     DONE,
     FAILED,
     INNER_MAJOR,
+    JOIN_DEVICES,
     MAX_FRAMES,
+    MAX_JOIN_BYTES,
+    MAX_PARTS,
     MAX_PROBE_BYTES,
     MAX_ROWS,
     MAX_TEXT_BYTES,
     OUTER_MAJOR,
+    PART_BYTES,
     PIECE,
     REFERENCE,
+    TOO_LARGE,
     VERSION,
     Cancel,
     Frame,
     Goodbye,
     Heartbeat,
+    Hello,
     Join,
     Kind,
     Leave,
@@ -40,6 +46,7 @@ from agent.wire import (
     Probe,
     Refused,
     Result,
+    Ticket,
     VersionMismatch,
     Welcome,
     WireError,
@@ -69,7 +76,7 @@ profiles = st.builds(
     overhead_s=st.floats(0.0, 3600.0),
     down_bps=st.floats(1.0, MAX_RATE),
     up_bps=st.floats(1.0, MAX_RATE),
-    latency_s=st.floats(0.0, 3600.0),
+    latency_s=st.floats(0.0, 60.0),
     memory_bytes=st.integers(0, 2**50),
     credit_blocks=st.integers(1, 2**20),
 )
@@ -125,6 +132,8 @@ messages: dict[str, st.SearchStrategy[Message]] = {
     "leave": st.builds(Leave, tables(np.dtype("<u4")), texts, st.none() | st.floats(0, 1e8), texts),
     "goodbye": st.builds(Goodbye, texts),
     "probe": st.builds(Probe, st.integers(0, 2**63 - 1), st.integers(0, MAX_PROBE_BYTES), st.binary(max_size=40)),
+    "hello": st.builds(Hello, texts, texts),
+    "ticket": st.builds(Ticket, st.integers(1, 65535), texts),
 }
 any_message = st.one_of(*messages.values())
 
@@ -308,6 +317,31 @@ def test_too_many_frames_are_refused_before_any_is_looked_at() -> None:
         decode(frames)
 
 
+@pytest.mark.parametrize("kind", [Kind.WORK, Kind.RESULT, Kind.PROBE, 0])
+def test_nor_is_any_number_of_parts_looked_at(kind: int) -> None:
+    most = MAX_PARTS + 2 if kind == Kind.RESULT else MAX_FRAMES
+    with pytest.raises(WireError, match=f"{most + 1} frames, at most"):
+        decode([head(kind)] + [b""] * most)
+
+
+@pytest.mark.parametrize("cells", [PART_BYTES // 4, PART_BYTES // 4 + 1, 3 * PART_BYTES // 4])
+def test_long_data_travel_in_parts_that_a_server_takes(cells: int) -> None:
+    answers = np.zeros(1, ANSWER)
+    answers["cells"] = cells
+    data = np.arange(cells, dtype=np.float32)
+    frames = on_the_wire(Result(answers, data))
+    assert max(map(len, frames)) <= PART_BYTES
+    result = decode(frames)
+    assert isinstance(result, Result)
+    whole = b"".join(result.data) if isinstance(result.data, tuple) else result.data
+    np.testing.assert_array_equal(np.frombuffer(whole, np.float32), data)
+    if len(frames) > 3:
+        cut = [*frames[:2], frames[2][:-4], frames[2][-4:], *frames[3:]]
+        for damaged in (frames[:-1], [*frames, b""], cut):
+            with pytest.raises(WireError):
+                decode(damaged)
+
+
 @pytest.mark.parametrize("kind", [Kind.WORK, Kind.RESULT, Kind.CANCEL, Kind.JOIN, Kind.LEAVE, Kind.HEARTBEAT])
 @pytest.mark.parametrize("count", [MAX_ROWS + 1, 2**32 - 1])
 def test_a_huge_number_of_rows_is_refused_without_being_believed(kind: Kind, count: int) -> None:
@@ -331,7 +365,7 @@ def test_results_whose_sizes_do_not_add_up_are_refused() -> None:
 
 def test_an_unknown_status_is_refused() -> None:
     answers = np.zeros(1, ANSWER)
-    answers["status"] = FAILED + 1
+    answers["status"] = TOO_LARGE + 1
     with pytest.raises(WireError, match="unknown status"):
         decode([head(Kind.RESULT, 1), answers.tobytes(), b""])
 
@@ -451,9 +485,21 @@ def test_a_text_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch) 
     def parse(raw: bytes) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("agent.wire.json.loads", parse)
+    monkeypatch.setattr("agent.protocol.wire.json.loads", parse)
     with pytest.raises(WireError, match=f"at most {MAX_TEXT_BYTES}"):
         decode([head(Kind.GOODBYE), bytes(MAX_TEXT_BYTES + 1)])
+
+
+def test_a_join_is_parsed_only_if_it_is_as_long_as_its_devices_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(raw: bytes) -> None:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr("agent.protocol.wire.json.loads", parse)
+    with pytest.raises(WireError, match="bytes of text"):
+        decode([head(Kind.JOIN, 1), pack_profiles([GOOD]).tobytes(), bytes(MAX_JOIN_BYTES + 1)])
+    many = JOIN_DEVICES + 1
+    with pytest.raises(WireError, match=f"at most {JOIN_DEVICES}"):
+        decode([head(Kind.JOIN, many), pack_profiles([GOOD] * many).tobytes(), b"{}"])
 
 
 def test_a_joined_fleet_does_not_keep_the_frames_it_came_in() -> None:

@@ -1,4 +1,5 @@
-"""Promises of emulator.zoo and emulator.fleet: the shipped files are sound, a fleet has the lines it asked for."""
+"""Promises of emulator.model.zoo and emulator.model.fleet: the shipped files are sound, a fleet has the lines it
+asked for."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.profile import PROFILE, check_profiles
-from emulator.fleet import UNIFORM, draw_fleet, uniform_fleet
-from emulator.zoo import (
+from agent.protocol.profile import PROFILE, check_profiles
+from emulator.model.fleet import UNIFORM, draw_fleet, uniform_fleet
+from emulator.model.zoo import (
     TECHNOLOGIES,
     UnknownName,
     device_names,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from emulator.throttle import Apart, throttle_all
+from emulator.containers.throttle import Apart, throttle_all
 
 GROUPS = Path("/sys/fs/cgroup")
 SPIN_S = 1.0

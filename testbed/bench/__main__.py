@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from testbed.bench import density, ours
-from testbed.bench.peers import run_peers
-from testbed.bench.raw import RawWorkers, check, numpy_in_process
-from testbed.bench.work import W1, W2, Work, round_of
-from testbed.display import Display
-from testbed.results import environment, write_json
+from testbed.bench.yardsticks.peers import run_peers
+from testbed.bench.yardsticks.raw import RawWorkers, check, numpy_in_process
+from testbed.bench.yardsticks.work import W1, W2, Work, round_of
+from testbed.results.files import environment, write_json
+from testbed.runs.display import Display
 
 ROUNDS = (1000, 4000)
 
@@ -47,6 +47,7 @@ def main() -> int:
         "g encryption, l kernel links (root), v virtual and other clocks (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
+    parser.add_argument("--blocks", type=int, default=10_000_000, help="honest blocks of part f (%(default)s)")
     options = parser.parse_args()
     display, rows, raw = Display(), [], {}
     seconds: dict[str, float] = {}
@@ -97,8 +98,8 @@ def main() -> int:
     if "f" in options.only:
         from testbed.bench import verification
 
-        display.say(f"(f) verification: {verification.BLOCKS:,} honest blocks of real training, then lies; minutes")
-        rows += _verification(raw.setdefault("verification", verification.measure(say=display.say)))
+        display.say(f"(f) verification: {options.blocks:,} honest blocks of real trainings, then lies; minutes")
+        rows += _verification(raw.setdefault("verification", verification.measure(options.blocks, display.say)))
     if "g" in options.only:
         from testbed.bench import encryption
 
@@ -195,30 +196,28 @@ def _planning(result: dict[str, Any]) -> list[Row]:
 
 
 def _verification(result: dict[str, Any]) -> list[Row]:
-    honest = f"{result['products']:,} products, difference at most {result['margin']:.2f} of what is allowed"
+    from testbed.bench.lies import holds as lies_hold
+
+    honest, effects = result["honest"], result["honest_effects"]
     rows = [
         Row(
-            f"(f) {result['blocks']:,} honest blocks",
-            f"{result['accused']} called wrong",
-            honest,
+            f"(f) {honest['blocks']:,} honest blocks",
+            f"{honest['accused']} called wrong",
+            f"{honest['products']:,} products; {honest['special_blocks']:,} blocks of products that are not finite or "
+            f"may overflow, {honest['tiny_blocks']:,} of vanishing ones, {honest['repeated_blocks']:,} of operands "
+            "that repeat",
             None,
             "0",
-            not result["accused"],
+            not honest["accused"],
         )
     ]
-    for which, lies in result["lies"].items():
-        told, caught, same = (sum(lies[key].values()) for key in ("told", "caught", "same_as_the_truth"))
-        difference = lies["loss_max_abs_diff"]
-        rows.append(
-            Row(
-                f"(f) {told} {which}",
-                f"{caught} caught",
-                f"{told - caught - same} missed, loss differs by {difference:.1e}",
-                None,
-                "the loss of the honest",
-                difference <= 1e-4 and not lies["honest_accused"],
-            )
-        )
+    for one in result["lies"]:
+        found = f"{one['found']} of {one['liars']} found"
+        if one["found"]:
+            found += f" by step {one['last_found_step']:.0f}"
+        moved = f"loss moved by {one['effect']:.1e}; by honest orders of additions up to {max(effects):.1e}"
+        name = f"(f) {one['model']}, seed {one['seed']}, {one['liars']} of 100 lie: {one['kind']}"
+        rows.append(Row(name, found, moved, None, "all within 2 steps, or < 1e-5", lies_hold(one)))
     return rows
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from testbed.display import Display
-from testbed.run import run
-from testbed.scenario import load_scenario
+from testbed.runs.display import Display
+from testbed.runs.run import run
+from testbed.runs.scenario import load_scenario
 
 STEPS = 2  # the first one is not counted
 FEW_LEND = "0.04"  # of its line a household, when there are a hundred: or a step would take more than a minute

@@ -17,18 +17,18 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.errors import Failure, UserError
-from agent.keys import Curve, Keys
-from agent.profile import Profile, pack_profiles
-from emulator.fleet import Fleet
-from ps.access_file import AccessFile, server_folder
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan
-from ps.server import Server
-from testbed.container_pods import ContainerPods
-from testbed.ground import Ground
-from testbed.scenario import Launch
+from agent.identity.keys import Curve, Keys
+from agent.protocol.errors import Failure, UserError
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.model.fleet import Fleet
+from ps.access.book_file import AccessFile, server_folder
+from ps.planning.planner import Plan
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from ps.transport.server import Server
+from testbed.launch.container_host import Ground
+from testbed.launch.container_pods import ContainerPods
+from testbed.runs.scenario import Launch
 
 GFLOPS = (5.0, 10.0, 20.0, 40.0)
 DOWN_BPS, UP_BPS = 400e6, 200e6

@@ -14,11 +14,11 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from agent.profile import Profile, pack_profiles
-from agent.wire import BLOCK, PIECE, Heartbeat, Join, Result, Welcome, Work, decode, encode, send_frames
-from emulator.fleet import Fleet
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import BLOCK, PIECE, Heartbeat, Join, Result, Welcome, Work, decode, encode, send_frames
+from emulator.model.fleet import Fleet
 from testbed.bench.ours import LIMIT_S
-from testbed.launch import Pods
+from testbed.launch.processes import Pods
 
 # 4 KiB down and 4 KiB up a block, as in the project's platform notes
 SIDE, INNER, BLOCKS_A_MESSAGE = 32, 16, 10

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.errors import Failure
+from agent.protocol.errors import Failure
 
 if TYPE_CHECKING:
-    from testbed.twin import Comparison
+    from testbed.twins.twin import Comparison
 
 PERIOD_US = 10_000
 QUOTAS_US = (2500, 4000, 6000)
@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--twins", nargs="*", choices=TOGETHER, default=list(TOGETHER))
     options = parser.parse_args()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy and SciPy are imported: small matrices
-    from testbed.quota import served_first
+    from testbed.twins.quota import served_first
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # agents and control groups go in any case
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -65,10 +65,10 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    from emulator.calibration import calibrate
-    from emulator.samples import read_samples
-    from testbed import twin
-    from testbed.twin_blocks import Device
+    from emulator.model.calibration import calibrate
+    from emulator.model.samples import read_samples
+    from testbed.twins import twin
+    from testbed.twins.twin_blocks import Device
 
     devices, figures, compared = [], [], {}
     for quota_us in QUOTAS_US:
@@ -97,7 +97,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def of_twins(name: str, found: Comparison) -> Sequence[Figure]:
-    from testbed import twin
+    from testbed.twins import twin
 
     rows = zip(twin.rows(found.real, found.twin), twin.rows(found.real, found.undrifted), strict=True)
     asked = name != "alone"
@@ -117,8 +117,8 @@ def say(text: str) -> None:
 
 
 def measure(path: Path, quota_us: int, shapes: int, rounds: int) -> None:
-    from testbed import twin
-    from testbed.quota import cpu_quota, enter
+    from testbed.twins import twin
+    from testbed.twins.quota import cpu_quota, enter
 
     command = [sys.executable, "-m", "agent", "measure", "--out", str(path), "--name", path.stem, "--sustained", "3"]
     command += ["--kernel", "onnxruntime", "--shapes", str(shapes), "--rounds", str(rounds)]

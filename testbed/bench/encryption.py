@@ -22,19 +22,18 @@ import psutil
 import torch
 import zmq
 
-from agent.keys import Curve, Keys
-from ps.access_file import AccessFile
-from ps.capture import distribute
-from ps.door import Door
-from ps.executor import Executor
-from ps.listening import bind, new_router
-from ps.models import build_model, model_config
-from ps.server import Server
-from ps.text import batches, read_text
-from ps.trainer import train
-from testbed.fleets import make_fleet
-from testbed.launch import Pods
-from testbed.scenario import load_scenario
+from agent.identity.keys import Curve, Keys
+from ps.access.book_file import AccessFile
+from ps.access.listening import bind, encrypt, new_router
+from ps.graph.capture import distribute
+from ps.graph.executor import Executor
+from ps.graph.models import build_model, model_config
+from ps.graph.text import batches, read_text
+from ps.graph.trainer import train
+from ps.transport.server import Server
+from testbed.launch.processes import Pods
+from testbed.runs.fleets import make_fleet
+from testbed.runs.scenario import load_scenario
 
 FRAME = 1 << 20
 FRAMES = 512  # a pass
@@ -80,8 +79,8 @@ def throughput(repeats: int) -> dict[str, dict[str, float]]:
 class _Lines:
     """The server's ROUTER, and processes at the other end of its connections."""
 
-    def __init__(self, router: zmq.Socket[bytes], door: Door | None, pids: list[int]) -> None:
-        self._router, self._door = router, door
+    def __init__(self, router: zmq.Socket[bytes], pids: list[int]) -> None:
+        self._router = router
         self._processes = [psutil.Process(pid) for pid in (os.getpid(), *pids)]
         self._ids: list[bytes] = []
         self._payload = memoryview(os.urandom(FRAME))
@@ -91,8 +90,6 @@ class _Lines:
     def _receive(self) -> list[bytes]:
         deadline = time.monotonic() + LIMIT_S
         while not self._router.poll(1):
-            if self._door is not None:
-                self._door.attend()
             if time.monotonic() > deadline:
                 raise RuntimeError("nobody is at the other end")
         return self._router.recv_multipart()
@@ -135,19 +132,17 @@ class _Lines:
 @contextmanager
 def _lines(encrypted: bool, io_threads: int, connections: int) -> Iterator[_Lines]:
     context, router = new_router(io_threads)
+    router.setsockopt(zmq.MAXMSGSIZE, 2 * FRAME)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            door = Door(context, router, AccessFile(Path(folder)), print) if encrypted else None
-            if door is not None:
-                door.open(["tcp://127.0.0.1:0"])
-            where = door.addresses[0] if door is not None else bind(router, "tcp://127.0.0.1:0")
-            key = door.public_key if door is not None else ""
-            command = [sys.executable, "-m", "testbed.bench.encryption", where, key]
-            processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(connections)]
-            yield _Lines(router, door, [process.pid for process in processes])
-            if door is not None:
-                door.close()
+        keys = Keys.new() if encrypted else None
+        if keys is not None:
+            encrypt(router, keys.secret)
+            router.setsockopt(zmq.ZAP_DOMAIN, b"")  # nobody is asked who may come
+        where = bind(router, "tcp://127.0.0.1:0")
+        command = [sys.executable, "-m", "testbed.bench.encryption", where, keys.public if keys is not None else ""]
+        processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(connections)]
+        yield _Lines(router, [process.pid for process in processes])
     finally:
         for process in processes:
             process.kill()
@@ -199,7 +194,9 @@ def step(steps: int) -> dict[str, Any]:
             server.start()
             stack.callback(server.stop)
             curve = Curve(server.public_key, keys) if keys else None
-            stack.enter_context(Pods(fleet, cores, address, "model", curve=curve))
+            stack.enter_context(
+                Pods(fleet, cores, address, "model", curve=curve, pod_pass=None if curve else server.pod_pass)
+            )
             stack.callback(server.stop)
             if not server.wait_for_devices(len(fleet), LIMIT_S):
                 raise RuntimeError(f"only {server.devices} of {len(fleet)} devices joined")

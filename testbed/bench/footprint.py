@@ -16,7 +16,7 @@ import time
 import numpy as np
 import psutil
 
-from ps.server import Server
+from ps.transport.server import Server
 
 STARTS = 7
 LIMIT_S = 120.0

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from agent.profile import Profile, pack_profiles
-from emulator.fleet import Fleet
-from emulator.link_lab import PREFIX, link_lab
-from emulator.shaping import apply, clear
-from emulator.shaping_plan import PodLinks, addresses
-from testbed import link_check
+from agent.protocol.profile import Profile, pack_profiles
+from emulator.links.lab import PREFIX, link_lab
+from emulator.links.shaping import apply, clear
+from emulator.links.shaping_plan import PodLinks, addresses
+from emulator.model.fleet import Fleet
+from testbed.inspect import link_check
 
 DEVICES, SAMPLE, PASSES = 2000, 50, 3
 UPS_BPS, RATIOS = (0.5e6, 1e6, 2e6), (2, 5, 10, 20)

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.profile import MAX_RATE, Profile, pack_profiles
-from emulator.fleet import Fleet
-from ps.jobs import Product
-from ps.operands import Operand
-from ps.planner import Plan
-from ps.server import Server
-from testbed.bench.work import Matrix, Work
-from testbed.launch import Pods
+from agent.protocol.profile import MAX_RATE, Profile, pack_profiles
+from emulator.model.fleet import Fleet
+from ps.planning.planner import Plan
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+from ps.transport.server import Server
+from testbed.bench.yardsticks.work import Matrix, Work
+from testbed.launch.processes import Pods
 
 LIMIT_S = 30.0
 UNLIMITED = Profile(MAX_RATE, 0.0, MAX_RATE, MAX_RATE, 0.0, 1 << 40, 1 << 16)
@@ -70,7 +70,7 @@ def emulated(profiles: NDArray[np.void], links: str) -> Iterator[tuple[Server, P
     fleet = Fleet(profiles, ["bench"] * count, ["none"] * count, {})
     server = Server(run="bench").start()
     try:
-        with Pods(fleet, os.cpu_count() or 1, server.address, links) as pods:
+        with Pods(fleet, os.cpu_count() or 1, server.address, links, pod_pass=server.pod_pass) as pods:
             try:
                 if not server.wait_for_devices(count, LIMIT_S):
                     raise RuntimeError(f"only {server.devices} of {count} devices joined")

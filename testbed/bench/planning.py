@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from emulator.fleet import uniform_fleet
-from ps.models import model_config
-from ps.packing import Rates, tile
-from ps.planner import Planner, Request, Shape, adapted
-from ps.products import step_products
+from emulator.model.fleet import uniform_fleet
+from ps.graph.models import model_config
+from ps.graph.products import step_products
+from ps.planning.packing import Rates, tile
+from ps.planning.planner import Planner, Request, Shape, adapted
 
 MODEL, BATCH, SEQUENCE = "opt-13b", 128, 1024
 FLEETS = ("paper", "extreme")

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ps.capture import distribute
-from ps.executor import Executor
-from ps.models import build_model, model_config
-from ps.text import batches, read_text
-from ps.trainer import train
+from ps.graph.capture import distribute
+from ps.graph.executor import Executor
+from ps.graph.models import build_model, model_config
+from ps.graph.text import batches, read_text
+from ps.graph.trainer import train
 from testbed.bench.ours import agents
 
 

@@ -1,0 +1,1 @@
+"""Computing blocks on a device: worker loop, kernels, operand pieces, memory budget."""

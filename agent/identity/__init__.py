@@ -1,0 +1,1 @@
+"""This device's identity: keys, invitation, state on disk, signed updates."""

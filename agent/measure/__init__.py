@@ -1,0 +1,1 @@
+"""Measures the speed of this device and its link."""

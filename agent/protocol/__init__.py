@@ -1,0 +1,1 @@
+"""The protocol between device and server: wire format, connection, clock, profile, units, errors."""

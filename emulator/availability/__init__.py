@@ -1,0 +1,1 @@
+"""When devices are available: churn traces and generators."""

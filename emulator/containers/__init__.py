@@ -1,0 +1,1 @@
+"""The Docker side: engine, allotments, address ranges."""

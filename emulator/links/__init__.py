@@ -1,0 +1,1 @@
+"""Links shaped by the kernel: plans, netlink messages, probes."""

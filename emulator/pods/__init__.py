@@ -1,0 +1,1 @@
+"""A pod: one process that hosts many emulated devices."""

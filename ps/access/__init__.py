@@ -1,0 +1,1 @@
+"""Who may join: invitations, keys, admission, reputation, and the sockets that strangers reach."""

@@ -1,0 +1,253 @@
+"""Who may join from outside this machine: invitations, enrolled keys, revocation. Pure: no files, sockets or clock.
+
+A device is its CURVE public key. An invitation's token enrols a key, once or so many times, until it expires; from then
+on the key alone is enough, until it is revoked. An invitation from which a device was revoked is closed and enrols
+nobody any more: otherwise a revoked phone would be back with a fresh key and the same token. The token itself is not
+kept: its hash is, and hashes are compared in constant time. Tokens have 128 random bits, so a plain hash of one cannot
+be turned back by trying.
+
+`Book` is all there is to know. Functions take one and return the next; `ps/access/book_file.py` keeps it on disk, and
+`ps/access/joining.py` asks it who comes in. Moments are seconds since 1970, as people write them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from agent.identity.keys import fingerprint
+from agent.protocol.errors import UserError
+from ps.access.reputation import Standing, forgiven
+
+TOKEN_BYTES = 16
+MAX_USES = 100_000
+FORGOTTEN_AFTER_S = 30 * 86_400.0  # an invitation that is of no more use is listed for so long
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    id: str
+    token_hash: str
+    uses: int  # how many devices it may enrol
+    used: int
+    created_s: float
+    expires_s: float
+    revoked_s: float | None = None
+    closed_s: float | None = None  # when a device that came with it was revoked, unless its owner has reopened it
+
+    def state(self, now_s: float) -> str:
+        if self.revoked_s is not None:
+            return "revoked"
+        if self.used >= self.uses:
+            return "used"
+        if now_s >= self.expires_s:
+            return "expired"
+        return "open" if self.closed_s is None else "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolled:
+    key: str  # public, Z85
+    name: str  # as it called itself last
+    invitation: str
+    first_seen_s: float
+    last_seen_s: float
+    revoked_s: float | None = None
+    devices: int = 1  # how many a connection with this key may bring; a pod brings many
+
+    @property
+    def state(self) -> str:
+        return "enrolled" if self.revoked_s is None else "revoked"
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    secret: str = ""  # the server's own secret key; empty: none was made yet
+    listening: tuple[str, ...] = ()  # HOST:PORT where a running server takes encrypted connections
+    enrolling: int = 0  # the port beside it where tokens enrol keys
+    invitations: tuple[Invitation, ...] = ()
+    enrolled: tuple[Enrolled, ...] = ()
+    standings: tuple[Standing, ...] = ()  # of devices, those of plain lines too; see ps/access/reputation.py
+
+    def find(self, key: str) -> Enrolled | None:
+        return next((device for device in self.enrolled if device.key == key), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: str
+    until_s: float | None = None  # seconds from now until it may be otherwise
+
+
+# Words for those who are refused. They say what to do next, and to strangers nothing that they do not know.
+NO_INVITATION = Refusal("this server takes only invited devices; ask its owner for an invitation")
+WRONG_TOKEN = Refusal("this server knows no such invitation; ask its owner for a new one")
+OF_NO_USE = {
+    "revoked": Refusal("this invitation was withdrawn; ask the server's owner for a new one"),
+    "closed": Refusal("this invitation is closed; ask the server's owner for a new one"),
+    "used": Refusal("this invitation has been used up; ask the server's owner for a new one"),
+    "expired": Refusal("this invitation has expired; ask the server's owner for a new one"),
+}
+REVOKED = Refusal("the server's owner has revoked this device")
+
+
+def hash_token(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def invite(book: Book, id_: str, token: str, uses: int, lifetime_s: float, now_s: float) -> Book:
+    if not 1 <= uses <= MAX_USES:
+        raise UserError(f"an invitation for {uses} devices; it must be between 1 and {MAX_USES:,}")
+    if not 0 < lifetime_s <= 10 * 365 * 86_400:
+        raise UserError("an invitation must expire, within ten years")
+    fresh = Invitation(id_, hash_token(token), uses, 0, now_s, now_s + lifetime_s)
+    kept = [i for i in book.invitations if i.state(now_s) == "open" or now_s < _ended_s(i) + FORGOTTEN_AFTER_S]
+    return replace(book, invitations=(*kept, fresh))
+
+
+def _ended_s(invitation: Invitation) -> float:
+    return min(invitation.expires_s, invitation.revoked_s or invitation.expires_s)
+
+
+def admit(book: Book, key: str, token: str, name: str, now_s: float) -> tuple[Book, Enrolled | Refusal]:
+    """Somebody who holds this key asks to join."""
+    known = book.find(key)
+    if known is not None:
+        if known.revoked_s is not None:
+            return book, REVOKED
+        seen = replace(known, name=name, last_seen_s=now_s)
+        return replace(book, enrolled=tuple(seen if d is known else d for d in book.enrolled)), seen
+    if not token:
+        return book, NO_INVITATION
+    invitation = _matching(book, token)
+    if invitation is None:
+        return book, WRONG_TOKEN
+    state = invitation.state(now_s)
+    if state != "open":
+        return book, OF_NO_USE[state]
+    once_less = replace(invitation, used=invitation.used + 1)
+    device = Enrolled(key, name, invitation.id, now_s, now_s)
+    invitations = tuple(once_less if i is invitation else i for i in book.invitations)
+    return replace(book, invitations=invitations, enrolled=(*book.enrolled, device)), device
+
+
+def _matching(book: Book, token: str) -> Invitation | None:
+    """The invitation with this token. All are compared, each in constant time: how long it takes tells nothing."""
+    asked, found = hash_token(token), None
+    for invitation in book.invitations:
+        if hmac.compare_digest(invitation.token_hash, asked):
+            found = invitation
+    return found
+
+
+def seen(book: Book, here: Mapping[str, tuple[float, str]]) -> Book:
+    """Devices with these keys were here until then, under these names; no name: as before."""
+
+    def then(device: Enrolled) -> Enrolled:
+        if device.key not in here:
+            return device
+        last_seen_s, name = here[device.key]
+        return replace(device, last_seen_s=last_seen_s, name=name or device.name)
+
+    return replace(book, enrolled=tuple(map(then, book.enrolled)))
+
+
+def revoke_device(book: Book, which: str, now_s: float, keep_invitation: bool = False) -> tuple[Book, Enrolled]:
+    """`which`: a fingerprint, or else a name. It must mean one device. The invitation it came with is closed, unless
+    its owner says otherwise."""
+    device = _the_one(book.enrolled, which)
+    gone = replace(device, revoked_s=now_s if device.revoked_s is None else device.revoked_s)
+    book = replace(book, enrolled=tuple(gone if d is device else d for d in book.enrolled))
+    came_with = None if keep_invitation else find_invitation(book, device.invitation)
+    if came_with is not None and came_with.closed_s is None:
+        book = _with_invitation(book, came_with, replace(came_with, closed_s=now_s))
+    return book, gone
+
+
+def find_invitation(book: Book, id_: str) -> Invitation | None:
+    return next((i for i in book.invitations if i.id == id_), None)
+
+
+def _with_invitation(book: Book, before: Invitation, after: Invitation) -> Book:
+    return replace(book, invitations=tuple(after if i is before else i for i in book.invitations))
+
+
+def reopen_invitation(book: Book, id_: str, now_s: float) -> tuple[Book, Invitation]:
+    """Devices may join again with an invitation that was closed because one of them was revoked."""
+    invitation = _invitation(book, id_)
+    opened = replace(invitation, closed_s=None)
+    if opened.state(now_s) != "open":
+        raise UserError(
+            f"invitation {id_} is {opened.state(now_s)} and cannot be reopened; make a new one: cleave invite"
+        )
+    return _with_invitation(book, invitation, opened), opened
+
+
+def revoke_invitation(book: Book, id_: str, now_s: float) -> tuple[Book, Invitation]:
+    invitation = _invitation(book, id_)
+    gone = replace(invitation, revoked_s=now_s if invitation.revoked_s is None else invitation.revoked_s)
+    return _with_invitation(book, invitation, gone), gone
+
+
+def _invitation(book: Book, id_: str) -> Invitation:
+    invitation = find_invitation(book, id_)
+    if invitation is None:
+        raise UserError(f"there is no invitation {id_!r}; `cleave invitations` lists them")
+    return invitation
+
+
+def forgive(book: Book, which: str, now_s: float) -> tuple[Book, Standing]:
+    """`which`: a fingerprint, or else a name. Its ban is lifted; if several devices have that name, those that are
+    banned must be one."""
+    found = [s for s in book.standings if which == standing_fingerprint(s)]
+    found = found or [s for s in book.standings if which == s.name]
+    found = [s for s in found if s.banned(now_s)] or found
+    if not found:
+        raise UserError(f"nothing is held against {which!r}; `cleave devices` shows the standing of devices")
+    if len(found) > 1:
+        prints = ", ".join(standing_fingerprint(s) for s in found)
+        raise UserError(f"{len(found)} devices are called {which!r}; say which by its fingerprint: {prints}")
+    good = forgiven(found[0], now_s)
+    return replace(book, standings=tuple(good if s is found[0] else s for s in book.standings)), good
+
+
+def standing_fingerprint(standing: Standing) -> str:
+    kind, _, of = standing.identity.partition(":")
+    return fingerprint(of) if kind == "key" else of[:16]
+
+
+def _the_one(devices: tuple[Enrolled, ...], which: str) -> Enrolled:
+    """A device chooses its name, which may be the fingerprint of another one: fingerprints come first."""
+    found = [device for device in devices if which == fingerprint(device.key)]
+    found = found or [device for device in devices if which == device.name]
+    found = [device for device in found if device.state == "enrolled"] or found
+    if not found:
+        raise UserError(f"there is no device {which!r}; `cleave devices` lists them")
+    if len(found) > 1:
+        prints = ", ".join(fingerprint(device.key) for device in found)
+        raise UserError(f"{len(found)} devices are called {which!r}; say which by its fingerprint: {prints}")
+    return found[0]
+
+
+@dataclass(slots=True)
+class Budget:
+    """So much at once, and so much a second: what a stranger may cost."""
+
+    most: float
+    a_second: float
+    left: float
+    asked_s: float
+
+    @classmethod
+    def full(cls, most: float, a_second: float, now_s: float) -> Budget:
+        return cls(most, a_second, most, now_s)
+
+    def take(self, amount: float, now_s: float) -> bool:
+        self.left = min(self.most, self.left + self.a_second * max(0.0, now_s - self.asked_s))
+        self.asked_s = now_s
+        if amount > self.left:
+            return False
+        self.left -= amount
+        return True

@@ -1,0 +1,112 @@
+"""All that listens, opened together: the entrance, where devices knock, and the ROUTER that only the admitted reach."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from ps.access.admission import Admission, Refusals, Tickets
+from ps.access.book_file import AccessFile
+from ps.access.entrance import Entrance
+from ps.access.guard import Guard
+from ps.access.joining import Door
+from ps.access.listening import (
+    AddressError,
+    address_of,
+    bind,
+    bind_local,
+    encrypt,
+    listen_beside,
+    listen_local,
+    new_router,
+    port_of,
+)
+from ps.access.names import Names
+
+IO_THREADS = 2  # one of them encrypts about 1 GB/s
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    context: zmq.Context[zmq.Socket[bytes]]
+    router: zmq.Socket[bytes]  # of those who are admitted
+    entrance: Entrance
+    names: Names  # of its connections
+    guard: Guard
+    admission: Admission
+    door: Door
+    tickets: Tickets
+    refusals: Refusals
+    public_key: str  # empty if nothing is encrypted
+    address: str  # of the entrance on this machine
+    data_address: str  # where its tickets let in
+    public_addresses: list[str]  # encrypted, for those who are invited
+    unlisted_addresses: list[str]  # the same, but invitations do not name them
+    enrolment_addresses: list[str]  # the entrances beside the public ones
+
+
+def open_doors(
+    host: str,
+    port: int,
+    listen: Sequence[str],
+    unlisted: Sequence[str],
+    access: AccessFile | None,
+    say: Callable[[str], None],
+    bundle: Callable[[], tuple[str, str]],
+) -> Doors:
+    """Nothing listens if one of them cannot."""
+    encrypted = [*listen, *unlisted]
+    if encrypted and access is None:
+        raise AddressError(f"cannot listen on {encrypted[0]}: nothing says who may join there")
+    if not encrypted:
+        access = None
+    listeners: list[socket.socket] = []
+    context, router = new_router(io_threads=IO_THREADS if encrypted else 1)
+    try:
+        listeners.append(listen_local(host, port))
+        questions = context.socket(zmq.REP)
+        questions.bind("inproc://zeromq.zap.01")
+        tickets, refusals = Tickets(), Refusals(say)
+        names, guard = Names(context, router), Guard(router, refusals)
+        data_address = bind_local(router, host)
+        guard.local_port = port_of(data_address)
+        public: list[str] = []
+        hidden: list[str] = []
+        if access is not None:
+            encrypt(router, access.keys.secret)
+            public, hidden = ([bind(router, endpoint) for endpoint in some] for some in (listen, unlisted))
+            listeners += [listen_beside(address) for address in public]
+        own = access.impatient() if access is not None else None  # of the entrance's thread
+        admission = Admission(own, tickets, refusals)
+        door = Door(access, admission, refusals)
+        enrolment = [address_of(listener) for listener in listeners[1:]]
+        if public:
+            door.listens(public, port_of(enrolment[0]))
+        secret = access.keys.secret if access is not None else ""
+        local, *remote = listeners
+        at = port_of(data_address)
+        return Doors(
+            context=context,
+            router=router,
+            entrance=Entrance(admission, refusals, guard, questions, local, remote, secret, at, bundle),
+            names=names,
+            guard=guard,
+            admission=admission,
+            door=door,
+            tickets=tickets,
+            refusals=refusals,
+            public_key=access.keys.public if access is not None else "",
+            address=address_of(local),
+            data_address=data_address,
+            public_addresses=public,
+            unlisted_addresses=hidden,
+            enrolment_addresses=enrolment,
+        )
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        context.destroy(linger=0)
+        raise

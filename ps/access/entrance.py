@@ -1,0 +1,202 @@
+"""Where devices knock: HELLO in, TICKET or REFUSED out. A thread, a ZeroMQ context and sockets of its own.
+
+What is not admitted meets only this thread, and costs at most a small share of a core and a few MiB. On this machine
+everybody gets a ticket, in the clear; elsewhere, encrypted, those whose token enrols their key. The thread also answers
+ZeroMQ's questions about connections to the data endpoints, and cuts those that do not join (`ps/access/guard.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from agent.protocol.wire import Hello, Refused, Ticket, VersionMismatch, WireError, decode, encode
+from ps.access.admission import NOT_WRITTEN, Admission, Refusals, TooOften
+from ps.access.guard import Guard
+from ps.access.relay import LOCAL, LOCAL_CALLS, REMOTE, REMOTE_CALLS, Gate
+from ps.access.rooms import Room, Rooms
+
+log = logging.getLogger(__name__)
+
+FRAMES = 8
+MESSAGES_A_TURN = 64
+# Of a core that strangers may cost, and how much of it at once: beyond that this thread sleeps, and they wait.
+SHARE, AT_ONCE_S = 0.1, 0.05
+LOOK_S, IDLE_S = 0.02, 0.5  # how often connections that have not joined are looked at; and if there are none
+
+SAY_HELLO = Refused("this is the entrance: say HELLO first, and join where the ticket says", final=False)
+
+
+class Entrance:
+    def __init__(
+        self,
+        admission: Admission,
+        refusals: Refusals,
+        guard: Guard,
+        questions: zmq.Socket[bytes],
+        local: socket.socket,
+        remote: Sequence[socket.socket],
+        secret: str,
+        data_port: int,
+        bundle: Callable[[], tuple[str, str]],
+    ) -> None:
+        """`questions`: the authenticator of the data endpoints. `local`, `remote`: where callers connect, in the clear
+        or encrypted with the server's `secret` key. `data_port`: where a ticket lets them in."""
+        self.refused = 0  # callers, and messages that made no sense
+        self._admission, self._refusals, self._guard, self._questions = admission, refusals, guard, questions
+        self._data_port, self._bundle = data_port, bundle
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three a call; those that are closed count for a moment
+        self._own_questions = self._context.socket(zmq.REP)
+        self._own_questions.bind("inproc://zeromq.zap.01")
+        self._rooms = [Rooms(self._context), Rooms(self._context, secret)]
+        in_the_clear, encrypted = self._rooms
+        now_s = time.monotonic()
+        self._gates = [Gate(local, in_the_clear.open, refusals, LOCAL, LOCAL_CALLS, now_s)]
+        self._gates += [Gate(there, encrypted.open, refusals, REMOTE, REMOTE_CALLS, now_s) for there in remote]
+        guard.enrolled = len(admission.read().enrolled)
+        self._bell, self._ear = socket.socketpair()
+        self._stopping = False
+        self._debt_s = 0.0
+        self._thread = threading.Thread(target=self._serve, name="entrance", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        elif self._thread.ident is None:
+            self._close()
+
+    def _serve(self) -> None:
+        turned_s = time.monotonic()
+        try:
+            while not self._stopping:
+                try:
+                    turned_s = self._turn(turned_s)
+                except Exception:
+                    log.exception("the entrance stumbled")
+                    time.sleep(0.1)
+        finally:
+            self._close()
+
+    def _turn(self, turned_s: float) -> float:
+        begun_s, strangers = time.thread_time(), False
+        poller = zmq.Poller()
+        poller.register(self._ear.fileno(), zmq.POLLIN)
+        for source in (self._own_questions, self._questions, self._guard.monitor):
+            poller.register(source, zmq.POLLIN)
+        for gate in self._gates:
+            gate.register(poller)
+        soon = self._guard.busy or any(gate.waiting for gate in self._gates)
+        ready = dict(poller.poll(int(1000 * (LOOK_S if soon else IDLE_S))))
+        now_s = time.monotonic()
+        for gate in self._gates:
+            try:
+                for room in gate.speaking(ready):
+                    self._listen(room)
+                strangers |= gate.attend(ready, now_s)
+            except Exception:  # ZeroMQ's questions are answered whatever happens here
+                log.exception("a gate of the entrance stumbled")
+        self._answer(self._own_questions, self._admission.anybody)
+        strangers |= self._answer(self._questions, self._let_in)
+        strangers |= self._guard.attend()
+        spent_s = time.thread_time() - begun_s if strangers else 0.0
+        self._debt_s = max(0.0, self._debt_s + spent_s - SHARE * (now_s - turned_s))
+        if self._debt_s > AT_ONCE_S and not self._stopping:
+            self._rest(min(0.1, (self._debt_s - AT_ONCE_S) / SHARE))
+        return now_s
+
+    def _rest(self, seconds: float) -> None:
+        """Strangers wait, but what they send is looked at: it does not wait for us."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(LOOK_S, left_s))
+            self._guard.look(time.monotonic())
+
+    def _answer(
+        self,
+        questions: zmq.Socket[bytes],
+        user_id: Callable[[bytes, bytes, Sequence[bytes]], bytes | None],
+    ) -> bool:
+        """ZeroMQ's, about new connections (ZAP). True if one was refused."""
+        refused = False
+        for _ in range(MESSAGES_A_TURN):
+            if not questions.poll(0):
+                break
+            version, request, domain, _, _, mechanism, *credentials = questions.recv_multipart()
+            try:
+                user = user_id(domain, mechanism, credentials)
+                answer = [b"400", b"not known here", b""] if user is None else [b"200", b"OK", user]
+            except TooOften:
+                user, answer = None, [b"300", b"try again", b""]
+            except Exception:  # without an answer there are no more questions, and nobody gets in
+                log.exception("the entrance cannot tell who may come in")
+                user, answer = None, [b"300", b"try again", b""]
+            questions.send_multipart([version, request, *answer, b""])
+            refused |= user is None
+        return refused
+
+    def _let_in(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
+        """To the data endpoints."""
+        if (user := self._admission.user_id(domain, mechanism, credentials)) is not None:
+            self._guard.let_in(time.monotonic())
+            self._guard.enrolled = len(self._admission.read().enrolled)
+        return user
+
+    def _listen(self, room: Room) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                frames = room.zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._hear(room, frames)
+
+    def _hear(self, room: Room, frames: Sequence[zmq.Frame]) -> None:
+        caller = self._admission.caller(frames[0])
+        answer: Refused | Ticket = SAY_HELLO
+        try:
+            if len(frames) > FRAMES:
+                raise WireError(f"{len(frames)} frames, at most {FRAMES} are allowed")
+            match decode(frames):
+                case Hello() as hello:
+                    if room.greeted:  # with many tickets for one, those of others are gone before they are used
+                        self.refused += 1
+                        return
+                    room.greeted = True
+                    answer = self._admit(caller.key if caller else "", hello)
+        except VersionMismatch as error:
+            answer = Refused(f"{error}; update the agent", True, *self._bundle())
+        except WireError as error:
+            answer = Refused(str(error), final=False)
+        self.refused += isinstance(answer, Refused)
+        with contextlib.suppress(zmq.ZMQError):
+            room.zmq_socket.send_multipart(encode(answer), zmq.NOBLOCK)
+
+    def _admit(self, key: str, hello: Hello) -> Refused | Ticket:
+        if not key:
+            return Ticket(self._data_port, self._admission.ticket())
+        refusal = self._admission.hello(key, hello)
+        return Ticket(self._data_port) if refusal is None else Refused(refusal.reason, final=refusal != NOT_WRITTEN)
+
+    def _close(self) -> None:
+        for gate in self._gates:
+            gate.close()
+        self._guard.close()
+        for questions in (self._questions, self._own_questions):
+            questions.close(linger=0)
+        self._context.term()
+        for rooms in self._rooms:
+            rooms.close()
+        self._bell.close()
+        self._ear.close()

@@ -1,0 +1,219 @@
+"""Carries a few KiB between those who knock and ZeroMQ behind: the only sockets that a stranger reaches by name.
+
+ZeroMQ bounds frames, not messages: one that never ends grows until its connection is closed. So strangers do not speak
+to ZeroMQ itself. Each has a TCP connection here, over which a few KiB pass each way within a few seconds, and then it
+is closed. Behind it is a socket for this call alone (`ps/access/rooms.py`).
+
+Every connection is accepted at once, which costs next to nothing: if they waited in the kernel, those who only connect
+would keep out all who come after them. What costs more is rationed, in all and by address, and given only to those who
+have said something and are still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+
+from ps.access.admission import Refusals
+from ps.access.book import Budget
+from ps.access.rooms import Room
+from ps.access.visitors import Limits, Visitors
+
+CARRIED_BYTES = 1 << 14  # each way: a handshake takes 1 KiB, a HELLO less, its answer up to 4
+READ_BYTES = 4096
+AT_ONCE = 256  # accepted before others get their turn
+SECONDS = 10.0
+LOCAL = Limits(most=128, of_an_address=128, seconds=SECONDS)
+REMOTE = Limits(most=64, of_an_address=16, seconds=SECONDS)
+MOST_ADDRESSES = 4096  # whose budgets are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Calls that are carried, at once and a second; in all, and of one address. One costs 0.7 ms of Python."""
+
+    all: tuple[float, float]
+    of_an_address: tuple[float, float]
+
+
+LOCAL_CALLS = Rate((128.0, 100.0), (128.0, 100.0))
+REMOTE_CALLS = Rate((64.0, 40.0), (24.0, 10.0))
+
+
+@dataclass(slots=True)
+class Call:
+    outside: socket.socket
+    address: str
+    said: bytes = b""  # its first words, until it has a room
+    room: Room | None = None
+    up_left: int = CARRIED_BYTES
+    down_left: int = CARRIED_BYTES
+
+
+class Gate:
+    def __init__(
+        self,
+        listener: socket.socket,
+        open_room: Callable[[], Room],
+        refusals: Refusals,
+        limits: Limits,
+        calls: Rate,
+        now_s: float,
+    ) -> None:
+        """`open_room`: for one caller; may raise OSError or ZMQError."""
+        listener.setblocking(False)
+        self._listener, self._open_room, self._refusals = listener, open_room, refusals
+        # apart, so that those who say nothing never push out one who does
+        self._silent, self._heard = Visitors(replace(limits, seconds=limits.seconds / 2)), Visitors(limits)
+        self._rate, self._budget = calls, Budget.full(*calls.all, now_s)
+        self._budgets: OrderedDict[str, Budget] = OrderedDict()  # by address
+        self._calls: dict[int, Call] = {}  # by the descriptor of either end
+        self._waiting: dict[int, Call] = {}  # for a room, by the descriptor outside
+
+    @property
+    def waiting(self) -> bool:
+        """Is somebody to be let in as soon as there is time for it?"""
+        return bool(self._waiting)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """What to look at, in a poller of this turn."""
+        poller.register(self._listener.fileno(), zmq.POLLIN)
+        for descriptor, call in self._calls.items():
+            if descriptor not in self._waiting:
+                poller.register(descriptor, zmq.POLLIN)
+            if call.room is not None and descriptor == call.outside.fileno():
+                poller.register(call.room.zmq_socket, zmq.POLLIN)
+
+    def attend(self, ready: Mapping[Any, int], now_s: float) -> bool:
+        """Carry what there is. True if there was anything."""
+        carried = False
+        for descriptor in [d for d in self._calls if d in ready]:
+            if (call := self._calls.get(descriptor)) is not None:
+                carried = True
+                if call.room is None:
+                    self._first_words(call, now_s)
+                elif not _carry(call, call.room, up=descriptor == call.outside.fileno()):
+                    self._hang_up(call)
+        for who in (*self._silent.overdue(now_s), *self._heard.overdue(now_s)):
+            self._hang_up(self._calls[who])
+        if self._waiting:
+            carried = True
+            self._open_rooms(now_s)
+        if self._listener.fileno() in ready:
+            carried = True
+            self._accept(now_s)
+        return carried
+
+    def speaking(self, ready: Mapping[Any, int]) -> list[Room]:
+        """Rooms in which a message has come."""
+        rooms = [call.room for d, call in self._calls.items() if call.room and d == call.outside.fileno()]
+        return [room for room in rooms if room.zmq_socket in ready]
+
+    def _accept(self, now_s: float) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                outside, address = self._listener.accept()
+            except OSError:  # nobody is there any more, or there are no descriptors left
+                return
+            outside.setblocking(False)
+            self._calls[outside.fileno()] = Call(outside, address[0])
+            for who in self._silent.came(outside.fileno(), address[0], now_s):
+                self._hang_up(self._calls[who])
+
+    def _first_words(self, call: Call, now_s: float) -> None:
+        try:
+            call.said = call.outside.recv(READ_BYTES)
+        except OSError:
+            call.said = b""
+        if not call.said:  # it only came to go
+            self._hang_up(call)
+            return
+        who = call.outside.fileno()
+        self._waiting[who] = call
+        self._silent.gone(who)
+        for crowded in self._heard.came(who, call.address, now_s):
+            self._hang_up(self._calls[crowded])
+
+    def _open_rooms(self, now_s: float) -> None:
+        """By lot, if not all can have one now: whoever floods cannot tell how to be first."""
+        for call in random.sample(list(self._waiting.values()), len(self._waiting)):
+            of_its_address = self._of_address(call.address, now_s)
+            if not _is_there(call.outside):
+                self._hang_up(call)
+            elif of_its_address.take(1, now_s):
+                if not self._budget.take(1, now_s):
+                    of_its_address.left += 1
+                    return
+                self._let_in(call)
+
+    def _of_address(self, address: str, now_s: float) -> Budget:
+        if address not in self._budgets:
+            self._budgets[address] = Budget.full(*self._rate.of_an_address, now_s)
+            if len(self._budgets) > MOST_ADDRESSES:
+                self._budgets.popitem(last=False)
+        self._budgets.move_to_end(address)
+        return self._budgets[address]
+
+    def _let_in(self, call: Call) -> None:
+        self._waiting.pop(call.outside.fileno())
+        try:
+            call.room = self._open_room()
+            self._calls[call.room.line.fileno()] = call
+            sent = call.room.line.send(call.said)
+        except (OSError, zmq.ZMQError):  # there are no descriptors left
+            sent = -1
+        call.up_left -= len(call.said)
+        if sent != len(call.said):
+            self._hang_up(call)
+        call.said = b""
+
+    def _hang_up(self, call: Call) -> None:
+        who = call.outside.fileno()
+        self._silent.gone(who)
+        self._heard.gone(who)
+        self._waiting.pop(who, None)
+        self._calls.pop(who, None)
+        if call.room is not None:
+            self._calls.pop(call.room.line.fileno(), None)
+            call.room.close(self._refusals)
+        with contextlib.suppress(OSError):
+            call.outside.close()
+
+    def close(self) -> None:
+        while self._calls:
+            self._hang_up(next(iter(self._calls.values())))
+        self._listener.close()
+
+
+def _carry(call: Call, room: Room, up: bool) -> bool:
+    """False: it is over. What is carried in all fits into the kernel's buffers: nothing waits here."""
+    source, target = (call.outside, room.line) if up else (room.line, call.outside)
+    left = call.up_left if up else call.down_left
+    try:
+        data = source.recv(min(READ_BYTES, left))
+        if not data or target.send(data) != len(data):
+            return False
+    except OSError:
+        return False
+    if up:
+        call.up_left -= len(data)
+    else:
+        call.down_left -= len(data)
+    return left > len(data)
+
+
+def _is_there(outside: socket.socket) -> bool:
+    """False: it was closed or reset meanwhile."""
+    try:
+        return bool(outside.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

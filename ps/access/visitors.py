@@ -1,0 +1,80 @@
+"""Who has connected and is not let in yet: how many, from where, and for how long. Pure: no sockets, no clock.
+
+When there are too many, one has to go for every one that comes: the oldest of the address that has most of them. So
+connections that say nothing never keep others out: a device that is quick gets in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    most: int  # at the same time
+    of_an_address: int
+    seconds: float  # until it is let in, or is sent away
+
+
+@dataclass(slots=True)
+class _Visitor:
+    address: str
+    until_s: float
+
+
+class Visitors:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._here: OrderedDict[int, _Visitor] = OrderedDict()  # the first to be due comes first
+        self._from: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def __contains__(self, who: int) -> bool:
+        return who in self._here
+
+    @property
+    def all(self) -> list[int]:
+        return list(self._here)
+
+    def came(self, who: int, address: str, now_s: float, spare: int = 0) -> list[int]:
+        """Who has to go for it. `spare`: so many more may be here."""
+        self.gone(who)
+        self._here[who] = _Visitor(address, now_s + self.limits.seconds)
+        self._from[address] += 1
+        crowded = ""
+        if self._from[address] > self.limits.of_an_address + spare:
+            crowded = address
+        elif len(self._here) > self.limits.most + spare:
+            crowded = self._from.most_common(1)[0][0]
+        if not crowded:
+            return []
+        oldest = next(number for number, visitor in self._here.items() if visitor.address == crowded)
+        self.gone(oldest)
+        return [oldest]
+
+    def heard(self, who: int, now_s: float) -> None:
+        """Its time begins anew."""
+        if (visitor := self._here.get(who)) is not None:
+            visitor.until_s = now_s + self.limits.seconds
+            self._here.move_to_end(who)
+
+    def gone(self, who: int) -> None:
+        """Let in, sent away, or gone by itself."""
+        if (visitor := self._here.pop(who, None)) is not None:
+            self._from[visitor.address] -= 1
+            if not self._from[visitor.address]:
+                del self._from[visitor.address]
+
+    def overdue(self, now_s: float) -> list[int]:
+        """Those whose time is up; they are gone."""
+        due = []
+        for who, visitor in self._here.items():
+            if visitor.until_s > now_s:
+                break
+            due.append(who)
+        for who in due:
+            self.gone(who)
+        return due

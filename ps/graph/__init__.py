@@ -1,0 +1,1 @@
+"""The training step: capture, executor, models, data, trainer."""

@@ -1,0 +1,256 @@
+"""Runs a captured graph: local operations on the server, products as jobs on the fleet.
+
+Dataflow, not program order: a node runs as soon as its inputs are there, and the executor waits for a value only when
+it is needed. Values are dropped after their last use.
+
+Products that become ready together go out together and are planned together: m products that share the fleet end about
+sqrt(m) times sooner than one after the other, since larger rectangles have less perimeter to download. For the same
+reason a product of the backward pass is held back while products with a longer chain of waiting products are under way.
+Weight gradients, which are deferred, go out last, in one group. If the engine can do them beside the rest (`early`),
+they go out with the next critical product, together with the levels still to come, which the engine needs for that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import fx
+
+from ps.graph.capture import Node, Program, aten
+from ps.planning.plans import Level
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
+
+SHELF_BYTES = 1 << 30  # limit on operands held for deferred products
+
+
+class Engine(Protocol):
+    """Computes products: the server and its devices, or a model of them."""
+
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
+        """Products that are ready at the same moment. `ahead`: what will be submitted before any product waits for the
+        deferred ones."""
+        ...
+
+    def forget(self, operands: Sequence[Operand]) -> None: ...
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
+        """Wait until products have reported to `done`; returns what they reported."""
+        ...
+
+
+@dataclass(slots=True)
+class Spent:
+    """Where the time of the executor's thread went, and what it sent out."""
+
+    products: int = 0
+    flops: int = 0
+    local_s: float = 0.0
+    waiting_s: float = 0.0
+
+
+class Executor:
+    def __init__(self, engine: Engine, early: bool = False) -> None:
+        """`early`: deferred products go out beside the others, where that pays."""
+        self.engine = engine
+        self._early = early
+        self.step = 0
+        self.spent = Spent()
+        self._rehearsing = False
+        self._weights: set[int] = set()  # storages
+        self._uses = 1
+        self._kept: dict[tuple[Any, ...], Operand] = {}
+
+    def keep(self, weights: Iterable[torch.Tensor], uses: int) -> None:
+        """These change only at `weights_changed`, and every product with them runs `uses` times before that."""
+        self._weights = {_storage(weight) for weight in weights}
+        self._uses = uses
+
+    def weights_changed(self) -> None:
+        if self._kept:
+            self.engine.forget(list(self._kept.values()))
+            self._kept.clear()
+
+    def forget_kept(self) -> None:
+        """A step was broken off: what was kept is of no use, and the devices that kept it are gone."""
+        self._kept.clear()
+
+    def rehearse(self, step: Callable[[], object]) -> int:
+        """Run a step without the fleet, so that its graphs are captured before time counts. Returns its FLOPs."""
+        self._rehearsing = True
+        try:
+            step()
+            return self.spent.flops
+        finally:
+            self._rehearsing = False
+            self.spent = Spent()
+
+    @torch.no_grad()
+    def run(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
+        begun, waited = time.perf_counter(), self.spent.waiting_s
+        values: dict[int, Any] = dict(zip(program.placeholders, inputs, strict=True))
+        inputs.clear()
+        missing = [len(node.inputs) for node in program.nodes]
+        uses = [len(users) for users in program.users]
+        done: SimpleQueue[int] = SimpleQueue()
+        outputs: dict[int, torch.Tensor] = {}  # of products that wait or are under way
+        waiting: dict[int, Product] = {}  # to go out together
+        # local operations that take long come last
+        ready = [(node.heavy, i) for i, node in enumerate(program.nodes) if not missing[i] and i not in values]
+        heapq.heapify(ready)
+        unfinished = len(program.nodes)
+        # operands of deferred products that start early are held until the pass ends; and where devices keep slabs of
+        # weights from one pass to the next, each device should get the same slabs each time
+        early = self._early and self._uses == 1 and program.patient_bytes <= SHELF_BYTES
+
+        def finish(index: int) -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            for user in program.users[index]:
+                missing[user] -= 1
+                if missing[user] == 0:
+                    heapq.heappush(ready, (program.nodes[user].heavy, user))
+            for needed in program.nodes[index].inputs:
+                uses[needed] -= 1
+                if uses[needed] == 0 and needed != program.output:
+                    values.pop(needed, None)
+
+        for index in program.placeholders:
+            finish(index)
+        while unfinished:
+            if not ready or ready[0][0]:
+                group, ahead = _next_group(program, waiting, outputs.keys() - waiting.keys(), early)
+                if group:
+                    self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
+            if not ready:
+                finished = self._collect(done)
+                for index in finished:
+                    node = program.nodes[index]
+                    arguments, keywords = _arguments(program, node.fx_node, values)
+                    values[index] = _epilogue(node.fx_node.target, outputs.pop(index), arguments, keywords)
+                    finish(index)
+                continue
+            _, index = heapq.heappop(ready)
+            node = program.nodes[index]
+            arguments, keywords = _arguments(program, node.fx_node, values)
+            if node.product is not None and (made := self._product(program, node, index, arguments, done)) is not None:
+                outputs[index], waiting[index] = made
+                continue
+            values[index] = _evaluate(program, node.fx_node, arguments, keywords)
+            finish(index)
+        self.spent.local_s += time.perf_counter() - begun - (self.spent.waiting_s - waited)
+        result: Sequence[Any] = values[program.output]
+        return result
+
+    def _product(
+        self, program: Program, node: Node, index: int, arguments: Sequence[Any], done: SimpleQueue[int]
+    ) -> tuple[torch.Tensor, Product] | None:
+        """The product to send out, and the tensor that will hold it. None if it is to be computed here: it is empty, or
+        this is a rehearsal."""
+        assert node.product is not None
+        left, right = arguments[node.product[0]], arguments[node.product[1]]
+        if left.dtype != torch.float32 or left.device.type not in ("cpu", "meta"):
+            raise TypeError(f"{node.fx_node.name}: products of {left.dtype} on {left.device} cannot be sent out")
+        shape = (*left.shape[:-1], right.shape[-1])
+        if 0 in shape or left.shape[-1] == 0:
+            return None
+        if self._rehearsing:
+            self.spent.flops += 2 * math.prod(shape) * left.shape[-1]
+            return None
+        out = torch.empty(shape, device=left.device)
+        product = Product(
+            left=self._operand(left),
+            right=self._operand(right.transpose(-1, -2)),
+            out=_as_batch(out),
+            done=lambda: done.put(index),
+            name=f"{program.name}/{node.fx_node.name}",
+            step=self.step,
+            urgent=node.urgent,
+        )
+        self.spent.products += 1
+        self.spent.flops += product.shape.flops
+        return out, product
+
+    def _operand(self, tensor: torch.Tensor) -> Operand:
+        """A weight is the same operand until it changes, so that devices may keep it."""
+        if self._uses == 1 or (storage := _storage(tensor)) not in self._weights:
+            return Operand(_as_batch(tensor))
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if key not in self._kept:
+            self._kept[key] = Operand(_as_batch(tensor), self._uses)
+        return self._kept[key]
+
+    def _collect(self, done: SimpleQueue[int]) -> list[int]:
+        begun = time.perf_counter()
+        finished = self.engine.collect(done)
+        self.spent.waiting_s += time.perf_counter() - begun
+        return finished
+
+
+def _next_group(
+    program: Program, waiting: Mapping[int, Product], under_way: Collection[int], early: bool
+) -> tuple[list[int], tuple[Level, ...]]:
+    """The products with the longest chain of waiting products, and the levels to come after them. The others would only
+    take devices from them: they wait until their own chain is as long as any other's, or until their operands take too
+    much memory. `early`: deferred products go with them, if the levels to come are known."""
+    if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
+        return list(waiting), ()
+    most = max((program.nodes[index].behind for index in (*waiting, *under_way)), default=0)
+    group = [index for index in waiting if program.nodes[index].behind == most]
+    ahead = program.to_come(most) if early and group else ()
+    if ahead:
+        group += [index for index in waiting if not program.nodes[index].behind]
+    return group, ahead
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The same for all views of a tensor."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata  # a tensor without values has no address
+
+
+def _as_batch(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A view as [batch, outer, inner]; for a tensor without values, an array of its shape that takes no memory."""
+    array = np.broadcast_to(np.float32(0), tensor.shape) if tensor.is_meta else tensor.detach().numpy()
+    return array if array.ndim == 3 else array[None]
+
+
+def _arguments(program: Program, node: fx.Node, values: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def value(n: fx.Node) -> Any:
+        return values[program.index[n]]
+
+    return fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+
+
+def _evaluate(program: Program, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    match node.op:
+        case "call_function":
+            return node.target(*arguments, **keywords)  # type: ignore[operator]
+        case "get_attr":
+            value: Any = program.module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            return value
+        case "output":
+            return arguments[0]
+    raise NotImplementedError(f"a graph with a node of kind {node.op}: {node.format_node()}")
+
+
+def _epilogue(
+    operation: Any, product: torch.Tensor, arguments: Sequence[Any], keywords: dict[str, Any]
+) -> torch.Tensor:
+    """What addmm and baddbmm do besides multiplying: beta * input + alpha * product."""
+    if operation in (aten.mm.default, aten.bmm.default):
+        return product
+    alpha, beta = keywords.get("alpha", 1), keywords.get("beta", 1)
+    if alpha != 1:
+        product.mul_(alpha)
+    return product if beta == 0 else product.add_(arguments[0], alpha=beta)

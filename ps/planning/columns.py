@@ -1,0 +1,340 @@
+"""Columns of devices that cover a product, or each entry of a batched one.
+
+Devices sorted by the side of their ideal rectangle fill columns from top to bottom. Once the members of each column are
+chosen, all widths and the time T follow from two conditions: the heights of every column add up to the product's
+length, and the widths to its breadth. A few numbers of columns are tried, in both orientations. Finally widths and
+heights are rounded to whole numbers; each column gives its rows to the devices that end soonest.
+
+A batched product with many more devices than entries is covered by one team per entry. Teams dealt from a ranking
+resemble each other, so all have the same columns, and are solved at once, each with a time of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planning.capacity import PRECISION, Areas, Integers, Law, Numbers, PackingError
+
+NEARLY = 1.01  # arrangements of columns this near to the best are examined more closely
+FINALISTS = 3
+NEGLIGIBLE = 0.002  # of all cells; this and SMALL_SIDE were chosen by trial on one seed, and checked on two others
+SMALL_SIDE = 8
+COLUMN_COUNTS = (-1, 0, 1, 2)  # tried around the ideal number of columns
+LONG = 1e-3  # a rectangle twice as long as broad must cover this much more, or the square is taken
+EXCHANGES = 8  # rounds, at most, until all teams of a batch end together
+SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the width, as a multiple of the square's
+NEWTON_STEPS = 24
+FOREVER = 1e30  # times the bound
+CLOSE = 1e-6  # of a length: Newton has converged
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which device is in which column: devices column by column, columns team by team."""
+
+    law: Law  # in the order of the columns
+    order: Integers  # indices of the devices
+    starts: Integers  # first member of each column
+    member: Integers  # column of each device
+    team_starts: Integers  # first column of each team
+    team: Integers  # team of each column
+    length: Integers  # what the heights of each column add up to
+    breadth: int  # what the widths of each team add up to
+
+    def solved(self, near_s: float) -> tuple[Numbers, Numbers] | None:
+        """The time of each team and the width of each column, as real numbers: Newton on all of them at once. None if
+        it does not converge, mostly because a column is too weak for its length at any width."""
+        areas = np.add.reduceat(Areas(self.law, 1 << 40, 1 << 40).within(near_s), self.starts)
+        widths = areas * self.breadth / np.maximum(np.add.reduceat(areas, self.team_starts), 1e-300)[self.team]
+        widths = np.maximum(widths, 1e-6 * self.breadth)
+        spans_s = np.full(len(self.team_starts), near_s)
+        for _ in range(NEWTON_STEPS):
+            heights, by_width, by_time = self.law.slopes(spans_s[self.team][self.member], widths[self.member])
+            excess = np.add.reduceat(heights, self.starts) - self.length
+            missing = self.breadth - np.add.reduceat(widths, self.team_starts)
+            if (np.abs(excess) <= CLOSE * self.length).all() and (np.abs(missing) <= CLOSE * self.breadth).all():
+                return spans_s, widths
+            per_width = np.minimum(np.add.reduceat(by_width, self.starts), -1e-300)
+            per_time = np.add.reduceat(by_time, self.starts)
+            wider = excess / per_width
+            rate = np.maximum(np.add.reduceat(-per_time / per_width, self.team_starts), 1e-300)
+            later = missing + np.add.reduceat(wider, self.team_starts)
+            later = np.clip(later, -0.3 * spans_s * rate, 0.5 * spans_s * rate) / rate
+            change = -wider - per_time / per_width * later[self.team]
+            spans_s = spans_s + later
+            widths = widths + np.clip(change, -0.6 * widths, 1.5 * widths)
+        return None
+
+    def bisected(self, near_s: float) -> tuple[Numbers, Numbers]:
+        """The same by bisection: slow, but certain. A column too weak for its length gets no width."""
+        teams = len(self.team_starts)
+
+        def short(spans_s: Numbers) -> NDArray[np.bool_]:
+            return np.add.reduceat(self.widths(spans_s), self.team_starts) < self.breadth
+
+        low, high = np.zeros(teams), np.full(teams, near_s)
+        if short(FOREVER * high).any():
+            raise PackingError("these columns have too little memory, whatever the time")
+        while (late := short(high)).any():
+            low, high = np.where(late, high, low), np.where(late, high * 2, high)
+        while ((high - low) > PRECISION * high).any():
+            middle = (low + high) / 2
+            late = short(middle)
+            low, high = np.where(late, middle, low), np.where(late, high, middle)
+        return high, self.widths(high)
+
+    def widths(self, spans_s: Numbers) -> Numbers:
+        """The largest width of each column at which its heights still add up to its length."""
+        spread_s = spans_s[self.team][self.member]
+        low, high = np.zeros(len(self.starts)), np.full(len(self.starts), self.breadth * 1.01)
+        for _ in range(40):
+            width = (low + high) / 2
+            heights = np.maximum(self.law.heights(spread_s, width[self.member]), 0.0)
+            enough = np.add.reduceat(heights, self.starts) >= self.length
+            low, high = np.where(enough, width, low), np.where(enough, high, width)
+        return low
+
+    def whole_heights(self, widths: Integers, spans_s: Numbers) -> Integers:
+        """Whole rows that each device covers at its column's width within its column's time."""
+        heights = np.minimum(self.law.heights(spans_s[self.member], widths[self.member]), self.length[self.member])
+        return np.maximum(np.floor(heights * (1 + 1e-12) + 1e-9), 0.0).astype(np.int64)
+
+    def whole_spans(self, widths: Integers, near_s: Numbers) -> Numbers:
+        """The least time in which each column, at this whole width, is covered by whole rows."""
+
+        def enough(spans_s: Numbers) -> NDArray[np.bool_]:
+            return np.add.reduceat(self.whole_heights(widths, spans_s), self.starts) >= self.length
+
+        members = np.diff(np.append(self.starts, len(self.order)))
+        # Rounding down costs less than a row per member. So it lies between these two, if Newton found them.
+        low = self._spans(widths, near_s, self.length) * (1 - 1e-9)
+        high = self._spans(widths, low, self.length + members) * (1 + 1e-9)
+        low = np.where(enough(low), 0.0, low)
+        for _ in range(200):
+            if (short := ~enough(high)).any():
+                low, high = np.where(short, high, low), np.where(short, high * 1.3, high)
+            else:
+                break
+        else:
+            raise PackingError("a column cannot be covered in any time")
+        while ((high - low) > PRECISION * high).any():
+            middle = (low + high) / 2
+            good = enough(middle)
+            low, high = np.where(good, low, middle), np.where(good, middle, high)
+        return high
+
+    def _spans(self, widths: Integers, near_s: Numbers, target: Integers) -> Numbers:
+        """About when the heights of each column, as real numbers, add up to the target."""
+        spans_s, spread = near_s, widths[self.member].astype(np.float64)
+        for _ in range(6):
+            heights, _, by_time = self.law.slopes(spans_s[self.member], spread)
+            excess = np.add.reduceat(heights, self.starts) - target
+            if (np.abs(excess) <= CLOSE * target).all():
+                break
+            rate = np.add.reduceat(by_time, self.starts)
+            later = np.where(rate > 0, -excess / np.maximum(rate, 1e-300), spans_s)
+            spans_s = spans_s + np.clip(later, -0.5 * spans_s, spans_s)
+        return spans_s
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    tiles: Integers  # [k, 4]: row, rows, column, columns
+    owner: Integers
+    team: Integers
+    turned: bool  # the columns of devices lie along the rows of the product
+
+
+def pack_columns(laws: tuple[Law, Law], teams: int, rows: int, columns: int, bound_s: float) -> Covered:
+    """Columns of devices, in each of `teams` equal products. `laws`: upright, and turned (columns are rows)."""
+    areas = Areas(laws[0], rows, columns).within(bound_s * 1.005)
+    dealt = _dealt(areas, teams)
+    found: list[_Solved] = []
+    difficult: list[tuple[Columns, bool]] = []
+    for turned, law in enumerate(laws):
+        length, breadth = (columns, rows) if turned else (rows, columns)
+        heights = _ideal_heights(law, areas, length, breadth, bound_s)
+        seats = dealt
+        if teams == 1:  # all devices in a column share one width
+            seats = dealt[np.argsort(-(areas / np.maximum(heights, 1e-300))[dealt[:, 0]], kind="stable")]
+        sides = heights[seats[seats[:, -1] >= 0]].mean(axis=1)
+        ideal = int(sides.sum() / length)
+        for count in sorted({max(1, min(ideal + more, len(sides), breadth)) for more in COLUMN_COUNTS}):
+            starts = _column_starts(sides, count)
+            made = _columns(law, seats, starts, length, breadth)
+            solution = made.solved(min((other.span_s for other in found), default=bound_s * 1.01))
+            if solution is None:
+                difficult.append((made, bool(turned)))
+            else:
+                found.append(_Solved(*solution, made, bool(turned), law, starts, seats))
+    if not found:
+        for made, tilted in difficult:
+            with contextlib.suppress(PackingError):
+                found.append(_Solved(*made.bisected(bound_s * 1.01), made, tilted))
+    if not found:
+        raise PackingError("no arrangement of columns covers the output in any time")
+    found.sort(key=lambda one: one.span_s)
+    for _ in range(EXCHANGES if teams > 1 else 0):
+        if (better := found[0].evened(areas)) is None:
+            break
+        found.insert(0, better)
+    # whole numbers cost each of them differently: the best is known only afterwards
+    exact = []
+    for one in found[:FINALISTS]:
+        if one.span_s <= found[0].span_s * NEARLY:
+            with contextlib.suppress(PackingError):
+                exact.append(_in_whole_numbers(one.spans_s, one.widths, one.made, one.turned))
+    if not exact:
+        raise PackingError("no arrangement of columns covers the output in whole numbers in any time")
+    return min(exact, key=lambda candidate: candidate[0])[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Columns with their widths, as real numbers, and the time of each team."""
+
+    spans_s: Numbers
+    widths: Numbers
+    made: Columns
+    turned: bool
+    law: Law | None = None  # of all devices
+    starts: Integers | None = None  # first round of each column
+    seats: Integers | None = None
+
+    @property
+    def span_s(self) -> float:
+        return float(self.spans_s.max())
+
+    def evened(self, areas: Numbers) -> _Solved | None:
+        """Let each team that ends late exchange a member with one that ends soon. None if that is no better."""
+        if self.law is None or self.seats is None or self.starts is None:
+            return None
+        seats = _exchanged(self.seats, areas, self.spans_s)
+        made = _columns(self.law, seats, self.starts, int(self.made.length[0]), self.made.breadth)
+        solution = made.solved(self.span_s)
+        if solution is None or solution[0].max() >= self.span_s:
+            return None
+        return _Solved(*solution, made, self.turned, self.law, self.starts, seats)
+
+
+def _exchanged(seats: Integers, areas: Numbers, spans_s: Numbers) -> Integers:
+    """Seats [round, team] after each team of the late half has exchanged a member with one of the other half, in the
+    round that evens the two out best."""
+    cells = np.where(seats >= 0, areas[seats], 0.0)
+    lacking = cells.sum(axis=0) * (spans_s / spans_s.mean() - 1)
+    ranking = np.argsort(lacking, kind="stable")
+    soon, late = ranking[: len(ranking) // 2], ranking[::-1][: len(ranking) // 2]
+    wanted = (lacking[late] - lacking[soon]) / 2
+    off = np.abs(cells[:, soon] - cells[:, late] - wanted)
+    off[(seats[:, soon] < 0) | (seats[:, late] < 0)] = np.inf
+    where = off.argmin(axis=0)
+    better = off[where, np.arange(len(late))] < wanted
+    where, soon, late = where[better], soon[better], late[better]
+    seats = seats.copy()
+    seats[where, soon], seats[where, late] = seats[where, late], seats[where, soon]
+    return seats
+
+
+def _ideal_heights(law: Law, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:
+    """The height of the rectangle with which each device covers most in this time; about, among a few shapes."""
+    squares = np.sqrt(areas * law.tall[0] / law.wide[0])  # a slab that is used often is cheap
+    widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
+    heights = np.stack([np.clip(law.heights(span_s, width), 0, length) for width in widths])
+    covered = (
+        heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** LONG
+    )  # among equals, the one nearest to a square
+    best: Numbers = heights[covered.argmax(axis=0), np.arange(len(areas))]
+    best[best <= 0] = (areas / np.maximum(squares, 1e-300))[best <= 0]  # less than a row: as if there were more time
+    return best
+
+
+def _dealt(areas: Numbers, teams: int) -> Integers:
+    """Devices [round, team], the largest first, in alternating direction so that no team gets the best of every round;
+    -1 for empty seats of the last round. The smallest devices are left out: rectangles of a few cells suffer most from
+    whole numbers, and add next to nothing."""
+    ranking = np.argsort(-areas, kind="stable")
+    ranking = ranking[areas[ranking] > 0]
+    ranked = areas[ranking]
+    tail = np.cumsum(ranked[::-1])[::-1]
+    kept = (tail > NEGLIGIBLE * tail[:1]) | (ranked >= SMALL_SIDE**2)
+    kept[:teams] = True
+    ranking = ranking[kept]
+    if len(ranking) < teams:
+        raise PackingError(f"{len(ranking)} devices of any use are too few for {teams} teams")
+    rounds = -(-len(ranking) // teams)
+    seats: Integers = np.full((rounds, teams), -1, np.int64)
+    seats.flat[: len(ranking)] = ranking
+    seats[1:-1:2] = seats[1:-1:2, ::-1]  # the last round may be incomplete, and stays as it is
+    return seats
+
+
+def _column_starts(sides: Numbers, count: int) -> Integers:
+    """First members of `count` columns whose sides add up to about the same."""
+    total = np.cumsum(sides)
+    column = np.minimum(((total - sides / 2) * (count / total[-1])).astype(np.int64), count - 1)
+    return np.unique(column, return_index=True)[1]
+
+
+def _columns(law: Law, seats: Integers, starts: Integers, length: int, breadth: int) -> Columns:
+    rounds, teams = seats.shape
+    column = np.zeros(rounds, np.int64)
+    column[starts[1:]] = 1
+    column = np.cumsum(column)
+    place = (column[:, None] + len(starts) * np.arange(teams)).T.ravel()  # column of each seat, team by team
+    order = seats.T.ravel()
+    present = order >= 0
+    order, member = order[present], place[present]
+    first = np.searchsorted(member, np.arange(len(starts) * teams))
+    return Columns(
+        law=law.take(order),
+        order=order,
+        starts=first,
+        member=member,
+        team_starts=np.arange(teams) * len(starts),
+        team=np.repeat(np.arange(teams), len(starts)),
+        length=np.full(len(starts) * teams, length, np.int64),
+        breadth=breadth,
+    )
+
+
+def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: bool) -> tuple[float, Covered]:
+    """The blocks, and when the last device ends."""
+    total = np.add.reduceat(exact, made.team_starts)[made.team]
+    widths = np.maximum(np.floor(exact * made.breadth / total * (1 + 1e-12)).astype(np.int64), 1)
+    near_s = spans_s[made.team]
+    while (missing := made.breadth - np.add.reduceat(widths, made.team_starts)).any():
+        # one more for the columns that end soonest with it, one less where it helps most
+        change = np.sign(missing)[made.team]
+        ends_s = made.whole_spans(np.maximum(widths + change, 1), near_s)
+        willing = (change > 0) | ((change < 0) & (widths > 1))
+        ranking = np.lexsort((np.where(willing, np.where(change > 0, ends_s, -ends_s), np.inf), made.team))
+        rank = np.empty(len(ranking), np.int64)
+        rank[ranking] = np.arange(len(ranking))
+        rank -= made.team_starts[made.team]
+        widths = widths + np.where(willing & (rank < np.abs(missing)[made.team]), change, 0)
+    heights = fitted_heights(made, widths, made.whole_spans(widths, near_s))
+    ends_s = made.law.fixed_s + made.law.loads(heights, widths[made.member]).max(axis=0)
+    running = np.cumsum(widths)
+    left = running - widths - made.breadth * made.team
+    bottom = np.cumsum(heights)
+    top = bottom - heights - np.concatenate([[0], np.cumsum(made.length)[:-1]])[made.member]
+    tiles = np.column_stack([top, heights, left[made.member], widths[made.member]])
+    kept = heights > 0
+    tiles = tiles[kept][:, [2, 3, 0, 1]] if turned else tiles[kept]
+    return float(ends_s[kept].max()), Covered(tiles, made.order[kept], made.team[made.member[kept]], turned)
+
+
+def fitted_heights(made: Columns, widths: Integers, spans_s: Numbers) -> Integers:
+    """Whole heights that add up to exactly the length of each column, given times in which they reach at least that."""
+    heights = made.whole_heights(widths, spans_s)
+    while (excess := np.add.reduceat(heights, made.starts) - made.length).any():  # a row less for the last to end
+        busy_s = made.law.fixed_s + made.law.loads(heights, widths[made.member]).max(axis=0)
+        ranking = np.lexsort((-np.where(heights > 0, busy_s, -np.inf), made.member))
+        rank = np.arange(len(ranking)) - made.starts[made.member[ranking]]
+        cut = ranking[rank < excess[made.member[ranking]]]
+        heights[cut[heights[cut] > 0]] -= 1
+    return heights

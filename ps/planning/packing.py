@@ -1,0 +1,268 @@
+"""Exact tilings near the fluid bound: the geometry behind planning.
+
+The cost model of ps/planning/capacity.py says what a device covers in a time. A plain product is covered by columns of
+devices (ps/planning/columns.py). A device of a batched product takes whole entries and one piece of a further entry;
+pieces are gathered until they fill an entry. With many more devices than entries there is one team per entry. `Rates`
+is the model of devices that stream everything, used by `cleave plan`: T = latency + max(download, compute, upload).
+
+Pure functions of arrays; nothing here knows about networks or protocols.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planning.capacity import PRECISION, Areas, Integers, Law, Numbers, PackingError, least_span
+from ps.planning.columns import pack_columns
+
+__all__ = ["PackingError", "Rates", "Tiling", "halved", "packed", "tile"]
+
+ACCUMULATOR_BYTES = 4  # per cell of the output while it is added up
+MOST_PARTS = 16  # rectangles per device
+GOOD_ENOUGH = 1.02  # times the bound: no other way of packing is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What each device does per second once its latency has passed, and the most cells it can hold."""
+
+    latency_s: Numbers
+    perimeter_per_s: Numbers
+    cells_per_s: Numbers
+    most_cells: Numbers
+
+    @classmethod
+    def of(cls, profiles: NDArray[np.void], inner: int, bytes_per_value: int) -> Rates:
+        """Rates of devices that stream operands: only the output must fit their memory, as float32."""
+        return cls(
+            latency_s=2 * profiles["latency_s"] + profiles["overhead_s"],
+            perimeter_per_s=profiles["down_bps"] / (8 * bytes_per_value * inner),
+            cells_per_s=np.minimum(profiles["up_bps"] / (8 * bytes_per_value), profiles["flops"] / (2 * inner)),
+            most_cells=np.floor(profiles["memory_bytes"] / ACCUMULATOR_BYTES),
+        )
+
+    def __len__(self) -> int:
+        return len(self.latency_s)
+
+    def take(self, index: Integers) -> Rates:
+        return Rates(
+            self.latency_s[index], self.perimeter_per_s[index], self.cells_per_s[index], self.most_cells[index]
+        )
+
+    def law(self) -> Law:
+        side_s, cell_s, nothing = 1 / self.perimeter_per_s, 1 / self.cells_per_s, np.zeros(len(self))
+        sides = np.stack([side_s, nothing])
+        return Law(self.latency_s, sides, sides, np.stack([nothing, cell_s]), self.most_cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    tiles: Integers  # [k, 6]: batch, batches, row, rows, column, columns
+    owner: Integers  # [k]: index of the device
+    bound_s: float  # no tiling ends before this
+    makespan_s: float  # by the cost model
+    turned: bool = False  # the devices of a column lie side by side along the columns, not one below the other
+
+
+def tile(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
+    """Rectangles that cover every cell of the product exactly once, each small enough for its device."""
+    law = rates.law()
+    return packed((law, law), batch, rows, columns)
+
+
+def packed(laws: tuple[Law, Law], batch: int, rows: int, columns: int) -> Tiling:
+    """The same for any cost model. `laws`: upright, and turned, where its columns are the product's rows."""
+    able = np.flatnonzero(laws[0].most_cells >= 1)
+    if not len(able):
+        raise PackingError(f"none of {len(laws[0])} devices can hold even one cell of the output")
+    if len(able) < len(laws[0]):
+        laws = laws[0].take(able), laws[1].take(able)
+    areas = Areas(laws[0], rows, columns)
+    bound_s = areas.span_s(float(batch) * rows * columns)
+    # A device whose share does not fit its memory takes several rectangles: it counts as several smaller devices.
+    share = np.minimum(areas.within(bound_s), float(rows) * columns)
+    parts = np.clip(np.ceil(1.02 * share / laws[0].most_cells), 1, MOST_PARTS).astype(np.int64)
+    several = np.repeat(np.arange(len(able)), parts)
+    split = laws
+    if len(several) > len(able):
+        split = laws[0].take(several).divided(parts[several]), laws[1].take(several).divided(parts[several])
+    best: Tiling | None = None
+    for by_teams in (False, True) if batch > 1 else (True,):
+        # teams of one or two have no choice of shape
+        if best and (len(able) < 2 * batch or best.makespan_s <= GOOD_ENOUGH * bound_s):
+            break
+        pack = _pack_teams if by_teams else pack_entries
+        try:
+            tiles, owner, turned = pack(split, batch, rows, columns, bound_s)
+            owner = several[owner]
+        except PackingError:
+            # too little memory for that: pack as if there were enough, and halve what is too big
+            if best:
+                break
+            tiles, owner, turned = pack((laws[0].boundless(), laws[1].boundless()), batch, rows, columns, bound_s)
+            most_cells = laws[0].most_cells
+            tiles, owner = halved(tiles, owner, lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > most_cells[o])  # noqa: B023
+        seen = tiles[:, [0, 1, 4, 5, 2, 3]] if turned else tiles
+        made = Tiling(tiles, able[owner], bound_s, laws[turned].ends_s(seen, owner), turned)
+        if best is None or made.makespan_s < best.makespan_s:
+            best = made
+    assert best is not None
+    return best
+
+
+def _pack_teams(
+    laws: tuple[Law, Law], batch: int, rows: int, columns: int, bound_s: float
+) -> tuple[Integers, Integers, bool]:
+    """One team per entry; a plain product has one entry, and a team of all devices."""
+    made = pack_columns(laws, batch, rows, columns, bound_s)
+    return np.column_stack([made.team, np.ones_like(made.team), made.tiles]), made.owner, made.turned
+
+
+def halved(
+    tiles: Integers, owner: Integers, too_large: Callable[[Integers, Integers], NDArray[np.bool_]]
+) -> tuple[Integers, Integers]:
+    """Halve the rectangles that a device cannot hold until they fit: the batch while there is one, then the longer
+    side."""
+    while (large := too_large(tiles, owner)).any():
+        first, second = tiles[large].copy(), tiles[large].copy()
+        axis = np.where(first[:, 1] > 1, 0, np.where(first[:, 3] >= first[:, 5], 2, 4))
+        row = np.arange(len(first))
+        half = first[row, axis + 1] // 2
+        first[row, axis + 1] = half
+        second[row, axis] += half
+        second[row, axis + 1] -= half
+        tiles = np.concatenate([tiles[~large], first, second])
+        owner = np.concatenate([owner[~large], owner[large], owner[large]])
+    return tiles, owner
+
+
+# ---- batched products
+
+ENTRY_PRECISION = 5e-4  # of T: whole entries make it a staircase anyway
+
+Piece = tuple[int, int]  # device, rows
+Entries = tuple[Integers, list[list[Piece]]]  # whole entries of each device; groups of pieces that fill one entry each
+
+
+def pack_entries(
+    laws: tuple[Law, Law], batch: int, rows: int, columns: int, bound_s: float
+) -> tuple[Integers, Integers, bool]:
+    """Whole entries for fast devices, pieces of entries for all: blocks [k, 6], their devices, and whether pieces are
+    cut along the columns."""
+    best: tuple[float, bool, Integers, list[list[Piece]]] | None = None
+    for turned, law in enumerate(laws):
+        length, breadth = (columns, rows) if turned else (rows, columns)
+
+        def attempt(span_s: float, law: Law = law, length: int = length, breadth: int = breadth) -> Entries | None:
+            return _fill_entries(law, span_s, batch, length, breadth)
+
+        if best is not None and attempt(best[0] * (1 - 2 * PRECISION)) is None:
+            continue
+        try:
+            high = best[0] if best else bound_s * 1.01
+            span_s = least_span(
+                lambda s, attempt=attempt: attempt(s) is not None,  # type: ignore[misc]
+                bound_s * 0.999,
+                high,
+                ENTRY_PRECISION,
+            )
+        except PackingError:
+            continue
+        made = attempt(span_s)
+        assert made is not None
+        best = (span_s, bool(turned), *made)
+    if best is None:
+        raise PackingError("no time is long enough: no device can take even one row of an entry")
+    _, turned, whole, groups = best
+    return *_entry_tiles(batch, rows, columns, turned, whole, groups), turned
+
+
+def _fill_entries(law: Law, span_s: float, batch: int, length: int, breadth: int) -> Entries | None:
+    """Whole entries of each device, and the groups of pieces that fill the rest. None if they do not suffice."""
+    spare_s = np.maximum(span_s - law.fixed_s, 0.0)
+    entry_s = law.wide * breadth + law.tall * length + law.cell * (float(length) * breadth)
+    possible = np.minimum((spare_s / entry_s).min(axis=0), law.most_cells / (float(length) * breadth))
+    whole = np.floor(np.minimum(possible, batch) + 1e-9).astype(np.int64)
+    missing = batch - int(whole.sum())
+    if missing <= 0:
+        return whole, []
+    left_s = spare_s - whole * entry_s
+    held = law.most_cells / breadth - whole * length
+    row_s = law.tall + law.cell * breadth
+
+    def rows_of(columns_loaded: int) -> Integers:
+        rows = np.minimum(((left_s - columns_loaded * breadth * law.wide) / row_s).min(axis=0), held)
+        whole_rows: Integers = np.floor(np.clip(rows + 1e-9, 0, length)).astype(np.int64)
+        return whole_rows
+
+    piece = rows_of(1)
+    if int(piece.sum()) < missing * length:
+        return None
+    groups = _gather(piece, rows_of(2) >= piece, length, missing)
+    return None if groups is None else (whole, groups)
+
+
+def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: int) -> list[list[Piece]] | None:
+    """`wanted` groups of pieces that add up to `length` each. A divisible piece may end one group and begin the
+    next."""
+    ranking = np.argsort(piece, kind="stable")
+    ranking = ranking[piece[ranking] > 0]
+    rigid = ranking[~divisible[ranking]]
+    sizes, names = piece[rigid].tolist(), rigid.tolist()
+    soft = ranking[divisible[ranking]]
+    fillers = list(zip(soft.tolist(), piece[soft].tolist(), strict=True))
+    begun: Piece | None = None  # the rest of a divided piece
+    groups: list[list[Piece]] = []
+    for _ in range(wanted):
+        group: list[Piece] = []
+        missing = length
+        if begun is not None:
+            group.append(begun)
+            missing -= begun[1]
+            begun = None
+        while sizes and sizes[-1] <= missing:
+            size = sizes.pop()
+            group.append((names.pop(), size))
+            missing -= size
+        while missing and fillers:
+            name, size = fillers.pop()
+            taken = min(size, missing)
+            group.append((name, taken))
+            missing -= taken
+            if size > taken:
+                begun = (name, size - taken)
+        if missing:
+            at = bisect.bisect_left(sizes, missing)
+            if at == len(sizes):
+                return None
+            group.append((names.pop(at), missing))  # it could do more; that is lost
+            sizes.pop(at)
+        groups.append(group)
+    return groups
+
+
+def _entry_tiles(
+    batch: int, rows: int, columns: int, turned: bool, whole: Integers, groups: list[list[Piece]]
+) -> tuple[Integers, Integers]:
+    tiles: list[tuple[int, int, int, int, int, int]] = []
+    owner: list[int] = []
+    entry = 0
+    for device in np.flatnonzero(whole).tolist():
+        count = min(int(whole[device]), batch - len(groups) - entry)
+        if count > 0:
+            tiles.append((entry, count, 0, rows, 0, columns))
+            owner.append(device)
+            entry += count
+    for group in groups:
+        at = 0
+        for device, size in group:
+            tiles.append((entry, 1, 0, rows, at, size) if turned else (entry, 1, at, size, 0, columns))
+            owner.append(device)
+            at += size
+        entry += 1
+    return np.array(tiles, np.int64), np.array(owner, np.int64)

@@ -1,0 +1,333 @@
+"""How a device works through its blocks, and the cost model that follows from it for the packing.
+
+Download, compute and upload are three queues. A block passes them in order, and different blocks use different queues
+at the same time. A rectangle of w columns and h rows is therefore cut into k strips along its height: blocks that share
+the slab of the columns. Their sizes follow the speed of the device's queues: a strip should have passed the other
+queues just when the next one arrives. So heights grow, or shrink, by one factor, the taper, from the first, a of the
+height, to the last, z of it. With p the seconds to download a row or column, q to compute a cell, u to upload it,
+
+    T = 2 latency + k overhead + max(p_w w + p_h h   + (q + u) z w h,                     download ends last
+                                     p_w w + p_h a h + max(q + u z, q a + u) w h)         compute or upload does
+
+(a bound set by a strip in between is also set by the first or the last, since the sizes are a geometric series).
+
+A rectangle whose strips do not fit the device's memory is one block instead, its operands streamed in c chunks:
+
+    T = 2 latency + c overhead + u w h + max(p_w w + p_h h + q w h / c,  (p_w w + p_h h) / c + q w h)
+
+A slab that will be used r times while it is kept is downloaded once, so the packing charges 1/r of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planning.capacity import Areas, Law
+from ps.planning.cost import BYTES, CHUNKS_HELD, LEAST_CHUNK, Integers, Numbers, chunk_length, usable_bytes
+from ps.planning.packing import halved
+from ps.planning.plans import Plan, Request, Shape
+
+STRIP_S = 0.05  # a shorter strip saves less than its message costs
+MOST_STRIPS = 4  # for the overlap alone: with more of them a rectangle ends hardly sooner
+# A strip is what is lost with its device, and what a block that was lost elsewhere has to wait for. So a strip that
+# takes longer than this is cut further, if its device gets several at a time. Kept slabs, though, stay in few pieces.
+LONG_S = 0.5
+MOST_LONG = 16
+SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the slab's breadth, as a multiple of the square's
+STEEPEST = 4.0  # limit of the taper, and of its inverse: beyond it, one strip more or less makes no difference
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How the rectangle of each device is cut; at least one of `strips` and `chunks` is 1."""
+
+    strips: Integers
+    chunks: Integers
+    apart: NDArray[np.bool_]  # strips are entries of a batch, and share nothing
+    tapers: Numbers  # [2, k]: how many times larger the next strip is, upright and turned
+
+    @classmethod
+    def none(cls, count: int) -> Cuts:
+        return cls(np.ones(count, np.int64), np.ones(count, np.int64), np.zeros(count, np.bool_), np.ones((2, count)))
+
+
+def running_laws(profiles: NDArray[np.void], request: Request, cuts: Cuts) -> tuple[Law, Law]:
+    """Upright (strips along the rows) and turned (along the columns, which the model then calls rows)."""
+    inner = request.shape.inner
+    compute_s, up_s = 2 * inner / profiles["flops"], 8 * BYTES / profiles["up_bps"]
+    k, c, streamed = cuts.strips, cuts.chunks, cuts.chunks > 1
+    once = _side_s(profiles, Request(request.shape))  # streamed operands are not kept
+    column_s, row_s = np.where(streamed, once, _side_s(profiles, request))
+    fixed_s = 2 * profiles["latency_s"] + np.maximum(k, c) * profiles["overhead_s"]
+    values = usable_bytes(profiles) / BYTES
+    whole = _square(values, inner)
+    streamed_too = _square(values / 2, CHUNKS_HELD * LEAST_CHUNK / 2)  # two outputs, and the shortest chunks
+    most_cells = np.floor(np.maximum(whole, streamed_too) * (1 + 1e-12) + 1e-9)
+
+    def law(wide_s: Numbers, tall_s: Numbers, taper: Numbers) -> Law:
+        first, last = strips_until(1, k, taper), 1 - strips_until(k - 1, k, taper)
+        wide = np.stack([wide_s, wide_s * np.where(cuts.apart, first, 1 / c)])
+        tall = np.stack([tall_s, tall_s * np.where(streamed, 1 / c, first)])
+        ends_down = np.where(streamed, compute_s / c + up_s, (compute_s + up_s) * last)
+        ends_up = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
+        cell = np.stack([ends_down, np.where(streamed, compute_s + up_s, ends_up)])
+        return Law(fixed_s, wide, tall, cell, most_cells)
+
+    return law(column_s, row_s, cuts.tapers[0]), law(row_s, column_s, cuts.tapers[1])
+
+
+def strips_until(number: Integers | int, count: Integers, taper: Numbers) -> Numbers:
+    """The part of a rectangle in its first `number` strips, when each is `taper` times as large as the one before."""
+    steady = np.abs(taper - 1) < 1e-6
+    steep = np.where(steady, 2.0, taper)
+    part: Numbers = np.where(steady, number / count, (1 - steep**number) / (1 - steep**count))
+    return part
+
+
+def _square(values: Numbers, held: float) -> Numbers:
+    """The largest square of cells that fits beside `held` values of each of its rows and columns."""
+    area: Numbers = (values / (np.sqrt(held * held + values) + held)) ** 2
+    return area
+
+
+def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span_s: float) -> Cuts:
+    """How to cut the ideal rectangle of each device if all are to end within `span_s`."""
+    shape = request.shape
+    cells = areas.within(span_s)
+    one = np.minimum(cells, float(shape.rows) * shape.columns)  # several entries of a batch are separate blocks
+    width = np.sqrt(one * request.right_uses / request.left_uses)
+    width = np.clip(width, np.maximum(one / shape.rows, 1), shape.columns)
+    height = np.clip(one / width, 1, shape.rows)
+    rectangles = np.maximum(cells / np.maximum(one, 1e-300), 1)
+    apart = rectangles >= 2
+    everybody = slice(None)
+    down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
+    total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
+    worth = np.clip(total_s / STRIP_S, 1, np.minimum(MOST_STRIPS, credit))
+    if max(request.left_uses, request.right_uses) == 1:
+        worth = np.where(credit < MOST_STRIPS, worth, np.clip(total_s / LONG_S, worth, MOST_LONG))
+    strips = np.where(apart, np.minimum(worth, rectangles), worth).astype(np.int64)
+    budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
+    rows = np.ceil(height / np.where(apart, 1, strips)).astype(np.int64)
+    whole = chunk_length(1, rows, shape.inner, columns, budget) == shape.inner
+    chunk = chunk_length(1, np.ceil(height).astype(np.int64), shape.inner, columns, budget)
+    chunks = -(-shape.inner // np.maximum(chunk, min(LEAST_CHUNK, shape.inner)))
+    column_s, row_s = _side_s(profiles, request)
+    others_s = compute_s / rectangles, up_s / rectangles
+    tapers = np.stack(
+        [
+            _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
+            _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
+        ]
+    )
+    tapers = np.where(apart, taper(down_s, compute_s, up_s, strips), tapers)
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), apart & whole, tapers)
+
+
+def _best_taper(
+    cells: Numbers,
+    strips: Integers,
+    slab_s: Numbers,
+    along_s: Numbers,
+    compute_s: Numbers,
+    up_s: Numbers,
+    slab_most: int,
+    along_most: int,
+) -> Numbers:
+    """The taper of the rectangle of this many cells that ends soonest, among a few shapes. Nothing can be computed
+    before the slab that all strips share has arrived, so a device with a slow uplink does better with a narrow slab.
+    `slab_s`, `along_s`: seconds to download one line of the slab, and one along which strips are cut; `slab_most`,
+    `along_most`: the most lines of each."""
+    square = np.sqrt(cells * along_s / slab_s)
+    tapers, ends_s = [], []
+    for slab in np.clip(SHAPES[:, None] * square, np.maximum(cells / along_most, 1), slab_most):
+        strips_s = along_s * cells / slab
+        tapers.append(taper(strips_s, compute_s, up_s, strips))
+        ends_s.append(slab_s * slab + _after_slab_s(strips_s, compute_s, up_s, strips, tapers[-1]))
+    best: Numbers = np.stack(tapers)[np.argmin(ends_s, axis=0), np.arange(len(cells))]
+    return best
+
+
+def _side_s(profiles: NDArray[np.void], request: Request) -> tuple[Numbers, Numbers]:
+    """Seconds to download a column, and a row, divided by how often each will be used."""
+    side_s = 8 * BYTES * request.shape.inner / profiles["down_bps"]
+    return side_s / request.right_uses, side_s / request.left_uses
+
+
+def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers) -> Numbers:
+    """How many times larger the next strip should be, given what all of them take to download, compute and upload: as
+    many times as the slower of the other queues is slower than the download; less where the third one is slow as
+    well."""
+    most = STEEPEST ** (np.minimum(1, MOST_STRIPS / strips) ** 2)  # many strips are cut only so that none is long
+    steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / most, most)
+    choices = steepest ** np.array([[1.0], [0.5], [0.0]])
+    ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]
+    best: Numbers = choices[np.argmin(ends_s, axis=0), np.arange(len(strips))]
+    return best
+
+
+def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers, taper: Numbers) -> Numbers:
+    """When all strips have passed the three queues, counted from the arrival of their common slab."""
+    first, last = strips_until(1, strips, taper), 1 - strips_until(strips - 1, strips, taper)
+    others_s = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
+    ends_s: Numbers = np.maximum(strips_s + (compute_s + up_s) * last, strips_s * first + others_s)
+    return ends_s
+
+
+def queue_seconds(
+    profiles: NDArray[np.void],
+    device: Integers | slice,
+    shape: Shape,
+    batches: Any,
+    rows: Any,
+    columns: Any,
+    sides: Any,
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds to download `sides` rows and columns, to compute without overhead, and to upload, on these devices of the
+    table. (Taking whole records for thousands of blocks would cost more than all the rest: field by field is 10 times
+    faster.)"""
+    cells = 1.0 * batches * rows * columns
+    return (
+        8.0 * BYTES * shape.inner * batches * sides / profiles["down_bps"][device],
+        2.0 * shape.inner * cells / profiles["flops"][device],
+        8.0 * BYTES * cells / profiles["up_bps"][device],
+    )
+
+
+def cut_tiles(
+    tiles: Integers, device: Integers, strips: Integers, turned: bool, shape: Shape, profiles: NDArray[np.void]
+) -> tuple[Integers, Integers]:
+    """Blocks in the order of their devices. Each fits its device's memory, whole if dividing a batch is enough for
+    that. Rectangles are cut into strips if these fit whole: streamed ones could share nothing."""
+    budget = usable_bytes(profiles)
+    tiles = np.column_stack([tiles, strips])  # halves keep their number of strips
+
+    def chunk(t: Integers, d: Integers) -> Integers:
+        return chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[d])
+
+    def too_large(t: Integers, d: Integers) -> NDArray[np.bool_]:
+        length = chunk(t, d)
+        large: NDArray[np.bool_] = (length == 0) | ((length < shape.inner) & (t[:, 1] > 1))
+        return large
+
+    tiles, device = halved(tiles, device, too_large)
+    strips, tiles = tiles[:, 6], tiles[:, :6]
+    axis = np.where(tiles[:, 1] > 1, 0, 4 if turned else 2)
+    extent = tiles[np.arange(len(tiles)), axis + 1]
+    count = np.minimum(strips, extent)
+    along = np.where(tiles[:, 1] > 1, tiles[:, 3] + tiles[:, 5], tiles[:, 5 if turned else 3])
+    steep = taper(*queue_seconds(profiles, device, shape, tiles[:, 1], tiles[:, 3], tiles[:, 5], along), count)
+    largest = tiles.copy()
+    share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
+    largest[np.arange(len(tiles)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
+    count = np.where(chunk(largest, device) < shape.inner, 1, count)
+    index = np.repeat(np.arange(len(tiles)), count)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    begin, end = (
+        np.rint(extent[index] * strips_until(until, count[index], steep[index])).astype(np.int64)
+        for until in (number, number + 1)
+    )
+    some = end > begin
+    index, begin, end = index[some], begin[some], end[some]
+    tiles, device, axis, row = tiles[index], device[index], axis[index], np.arange(len(index))
+    tiles[row, axis] += begin
+    tiles[row, axis + 1] = end - begin
+    across, along = (tiles[:, 2], tiles[:, 4]) if turned else (tiles[:, 4], tiles[:, 2])
+    order = np.lexsort((along, across, tiles[:, 0], device))
+    return tiles[order], device[order]
+
+
+def chunks_of(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Integers:
+    """In how many chunks the operands of each block come; 1: whole."""
+    length = chunk_length(tiles[:, 1], tiles[:, 3], shape.inner, tiles[:, 5], usable_bytes(profiles)[device])
+    chunks: Integers = -(-shape.inner // np.maximum(length, 1))
+    return chunks
+
+
+def made_plan(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
+    """The plan of these blocks: the slabs that each brings, and when the last device ends."""
+    chunks = chunks_of(tiles, device, shape, profiles)
+    return ended_plan(tiles, device, fresh_slabs(tiles, device, chunks), chunks, shape, profiles)
+
+
+def fresh_slabs(tiles: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
+    """Which slabs each block brings to its device, in the order of the blocks."""
+    return np.column_stack([_first(tiles, device, chunks, 2), _first(tiles, device, chunks, 4)])
+
+
+def ended_plan(
+    tiles: Integers,
+    device: Integers,
+    fresh: NDArray[np.bool_],
+    chunks: Integers,
+    shape: Shape,
+    profiles: NDArray[np.void],
+) -> Plan:
+    used, ends_s = device_ends(tiles, device, fresh, shape, profiles, chunks)
+    end_of = np.zeros(len(profiles))
+    end_of[used] = ends_s
+    return Plan(tiles, device, fresh, float(ends_s.max()), chunks, end_of[device])
+
+
+def _first(tiles: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
+    """Whether it is the first block of its device with this range, among those that come whole."""
+    batch, size = int(tiles[:, :2].max()) + 1, int(tiles[:, axis : axis + 2].max()) + 1
+    entry = (device * batch + tiles[:, 0]) * batch + tiles[:, 1]
+    span = tiles[:, axis] * size + tiles[:, axis + 1]
+    whole = np.flatnonzero(chunks == 1)
+    order = whole[np.lexsort((span[whole], entry[whole]))]  # stable: the first of equal ones stays first
+    first = np.ones(len(tiles), np.bool_)
+    first[order[1:]] = (np.diff(entry[order]) != 0) | (np.diff(span[order]) != 0)
+    return first
+
+
+def device_ends(
+    tiles: Integers,
+    device: Integers,
+    fresh: NDArray[np.bool_],
+    shape: Shape,
+    profiles: NDArray[np.void],
+    chunks: Integers,
+) -> tuple[Integers, Numbers]:
+    """Devices that have work, and when each ends: its blocks pass the three queues one after another."""
+    order = np.argsort(device, kind="stable")
+    tiles, chunks, fresh, mine = tiles[order], chunks[order], fresh[order], device[order]
+    starts = np.flatnonzero(np.diff(mine, prepend=-1))
+    count = np.diff(starts, append=len(mine))
+    longest = np.argsort(-count, kind="stable")  # longest first, so that the devices that still have a block come first
+    starts, count = starts[longest], count[longest]
+    sides = tiles[:, 3] * fresh[:, 0] + tiles[:, 5] * fresh[:, 1]
+    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape, tiles[:, 1], tiles[:, 3], tiles[:, 5], sides)
+    compute_s = compute_s + chunks * profiles["overhead_s"][mine]
+    # the first chunk can be computed when it arrives, the last one not before the download ends
+    after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
+    downloaded, computed, uploaded = np.zeros((3, len(starts)))
+    for number in range(int(count[0])):
+        on = int(np.searchsorted(-count, -number))  # devices with more blocks than that
+        at = starts[:on] + number
+        ready_s = downloaded[:on] + np.maximum(after_first_s[at], after_last_s[at])
+        computed[:on] = np.maximum(computed[:on] + compute_s[at], ready_s)
+        downloaded[:on] += down_s[at]
+        uploaded[:on] = np.maximum(uploaded[:on], computed[:on]) + up_s[at]
+    used = mine[starts]
+    return used, 2 * profiles["latency_s"][used] + uploaded
+
+
+def rectangles(tiles: Integers, device: Integers) -> list[Integers]:
+    """Strips joined again: a device's next block that adjoins the last one in just one direction."""
+    found: list[Integers] = []
+    owner = -1
+    for tile, name in zip(tiles, device.tolist(), strict=True):
+        if found and owner == name:
+            last = found[-1]
+            differs = [axis for axis in (0, 2, 4) if last[axis] != tile[axis] or last[axis + 1] != tile[axis + 1]]
+            if len(differs) == 1 and last[differs[0]] + last[differs[0] + 1] == tile[differs[0]]:
+                last[differs[0] + 1] += tile[differs[0] + 1]
+                continue
+        found.append(tile.copy())
+        owner = name
+    return found

@@ -1,0 +1,368 @@
+"""Products + fleet -> plans: rectangles that tile each output exactly, each with its device.
+
+Products that are ready at the same moment share the fleet. Each gets a team, and all end together. That is better than
+one after another, because a larger rectangle has more cells per downloaded value. Deferred products get a team that
+finishes them by the end of the pass (ps/planning/deferred.py). Each team packs its product (ps/planning/packing.py)
+under the cost model of the running system (ps/planning/pipeline.py).
+
+A plan is kept while the fleet stays the same. When devices are lost, join or prove slower, it is adapted
+(ps/planning/adapt.py), until adapting has cost as much, by the model, as making a new plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planning.adapt import adapted, welcomed
+from ps.planning.cost import Integers
+from ps.planning.deferred import Team, teams
+from ps.planning.plans import Level, Plan, PlanError, Request, Shape
+from ps.planning.share_cap import NO_CAP, Cap, capped, keeps
+from ps.planning.teams import SLACK, Fluid, deal
+from ps.planning.weighted_grid import grid_plan
+
+__all__ = ["Integers", "Level", "Plan", "PlanError", "Planner", "Question", "Request", "Shape", "adapted"]
+
+DEALS = 2  # attempts at dealing the fleet to several products; the second one knows how the first one ended
+GROWN = 1.05  # a fleet that has grown by more than this gets new plans
+# Per product: about what a new plan costs the server. With 465 devices, one product took 17 ms, three together 49, and
+# 16 together 380. Adapted plans may waste as much in total.
+SOLVING_S = 0.025
+MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait for it
+MOST_LOST = 256  # blocks of one plan: placing more of them again takes longer than a new plan
+MOST_CACHED = 4096  # a model of 80 layers asks about 500 questions per step
+SETTLED = 32  # uses of a plan with newcomers in makeshift places, before it is made anew
+LATE = 1.1  # a team for deferred products is given up if it would take more than this multiple of its time
+NONE_REVISED: Mapping[int, int] = MappingProxyType({})
+
+
+NONE_BUSY: Integers = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Products that are ready at the same moment, critical ones first. The last `patient` of them are deferred: not
+    needed before the pass ends. `ahead`: the levels left until then."""
+
+    requests: tuple[Request, ...]
+    patient: int = 0
+    ahead: tuple[Level, ...] = ()
+
+    @classmethod
+    def of(cls, asked: Sequence[Request] | Question) -> Question:
+        return asked if isinstance(asked, Question) else cls(tuple(asked))
+
+    @property
+    def urgent(self) -> int:
+        return len(self.requests) - self.patient
+
+    @property
+    def level(self) -> Level:
+        return Level(self.requests[: self.urgent], self.requests[self.urgent :])
+
+    @property
+    def apart(self) -> bool:
+        """Whether the deferred products are done beside the critical ones."""
+        return bool(self.patient and self.urgent and self.ahead)
+
+    def hurried(self, plans: list[Plan]) -> list[Plan]:
+        """The plans that other products wait for first."""
+        return plans[: self.urgent] if self.apart else plans
+
+    def ends_s(self, plans: list[Plan]) -> float:
+        """When they end. Deferred products end later, and every further second of theirs costs as much."""
+        return _ends_s(plans) if not self.apart else _ends_s(plans[: self.urgent]) + _ends_s(plans[self.urgent :])
+
+
+@dataclass(slots=True)
+class _Cached:
+    solved_for: Integers  # able devices
+    able: Integers  # able devices that the plans, adapted since, are valid for
+    plans: list[Plan]
+    ends_s: float  # by the model, when they were made; see Question.ends_s
+    revision: int  # of the profiles
+    wasted_s: float = 0.0  # by ending later than that, over all uses
+    uses: int = 0  # since a newcomer got a makeshift place in them
+    followed_by: Question | None = None  # the question that came next, the last time
+
+
+class Planner:
+    """Remembers its plans; its answers depend only on its questions."""
+
+    def __init__(self, kind: Literal["packed", "grid"] = "packed", cap: Cap = NO_CAP) -> None:
+        """`cap`: the largest part of a product that a device gets, see ps/planning/share_cap.py."""
+        if kind not in ("packed", "grid"):
+            raise ValueError(f'the kind of planner is {kind!r}; it must be "packed" or "grid"')
+        self.kind, self.cap = kind, cap
+        self._cache: OrderedDict[Question, _Cached] = OrderedDict()
+        self._latest: Question | None = None
+        self._lock = threading.RLock()  # large fleets are planned in a thread of their own (ps/planning/background.py)
+        self._teams: dict[tuple[Level, ...], Team] = {}  # by levels ahead: the team for the deferred products
+        self._teams_of = 0  # number of devices when these were chosen
+
+    def __repr__(self) -> str:
+        return f"Planner({self.kind!r}, {len(self._cache)} plans kept)"
+
+    def plan(
+        self,
+        requests: Sequence[Request] | Question,
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int] = NONE_REVISED,
+        busy: Integers = NONE_BUSY,
+    ) -> list[Plan]:
+        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revised`: devices whose profile
+        has changed, each with the number of its latest change, a later one greater; `busy`: ids at work on deferred
+        products, to be left alone. The requests are ready at the same moment and are planned together."""
+        with self._lock:
+            return self._plan(Question.of(requests), profiles, able, revised, busy)
+
+    def _plan(
+        self,
+        question: Question,
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int],
+        busy: Integers,
+    ) -> list[Plan]:
+        if self._latest is not None and (before := self._cache.get(self._latest)) is not None:
+            before.followed_by = question
+        self._latest = question
+        return self._current(question, profiles, able, revised, busy, used=True)
+
+    def plan_ahead(
+        self,
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int] = NONE_REVISED,
+        busy: Integers = NONE_BUSY,
+    ) -> None:
+        """Have ready what will be asked next, if it is what was asked next the last time: while the devices are at
+        work, planning costs nothing."""
+        with self._lock:
+            self._plan_ahead(profiles, able, revised, busy)
+
+    def _plan_ahead(
+        self, profiles: NDArray[np.void], able: Integers, revised: Mapping[int, int], busy: Integers
+    ) -> None:
+        latest = None if self._latest is None else self._cache.get(self._latest)
+        if latest is None or (question := latest.followed_by) is None or question not in self._cache:
+            return
+        kept = self._cache[question]
+        if kept.revision == max(revised.values(), default=0) and np.isin(kept.able, able).all():
+            return  # no device is missing; which are busy by then is not known yet
+        if not (question.patient or question.ahead):  # another pass: by then no device is busy
+            busy = NONE_BUSY
+        if SOLVING_S * len(question.requests) <= MOST_AHEAD_S:
+            with suppress(PlanError):  # the error is raised again when the question is asked
+                self._current(question, profiles, able, revised, busy, used=False)
+
+    def _current(
+        self,
+        question: Question,
+        profiles: NDArray[np.void],
+        able: Integers,
+        revised: Mapping[int, int],
+        busy: Integers,
+        used: bool,
+    ) -> list[Plan]:
+        fleet, able = len(able), without(able, busy)
+        revision = max(revised.values(), default=0)
+        kept = self._cache.get(question)
+        if kept is not None:
+            self._cache.move_to_end(question)
+            same = kept.revision == revision and self._still_valid(kept, able, used)
+            if same and self._worth_keeping(kept, question.ends_s(kept.plans), used):
+                return kept.plans
+            changed = [device for device, number in revised.items() if number > kept.revision]
+            if self._adapt(kept, question, profiles, able, np.array(changed, np.int64), used):
+                kept.revision = revision
+                return kept.plans
+        if self.kind == "grid":
+            plans = gridded(question.requests, profiles, able)
+        elif question.apart:
+            plans = self._solved_apart(question, profiles, able, fleet)
+        else:
+            plans = solved(question.requests, profiles, able)
+        if self.cap.share < 1.0:
+            solve = gridded if self.kind == "grid" else solved
+            beside = question.patient if question.apart else 0
+            plans = capped(self.cap, question.requests, plans, profiles, able, solve, question.ends_s, beside)
+        self.remember(question, able, plans, revision)
+        return plans
+
+    def _solved_apart(self, question: Question, profiles: NDArray[np.void], able: Integers, fleet: int) -> list[Plan]:
+        """Plan the deferred products on a team that ends them with the pass, the rest on the other devices. Teams are
+        found for a whole pass at once, and again when the remaining devices of one would be late, or the fleet has
+        grown."""
+        level = question.level
+        if fleet > GROWN * self._teams_of:
+            self._teams.clear()
+        for known in (True, False):
+            if not known:
+                levels = [level, *question.ahead]
+                found, self._teams_of = teams(levels, profiles[able]), fleet
+                self._teams = {
+                    tuple(levels[number + 1 :]): replace(team, devices=able[team.devices])
+                    for number, team in enumerate(found)
+                }
+            elif question.ahead not in self._teams:
+                continue
+            team = self._teams[question.ahead]
+            there: Integers = team.devices[np.isin(team.devices, able)]
+            if not len(there):
+                continue
+            patient = solved(level.patient, profiles, there)
+            if not known or _ends_s(patient) <= LATE * team.span_s:
+                return solved(level.urgent, profiles, np.setdiff1d(able, there, assume_unique=True)) + patient
+        return solved(question.requests, profiles, able)
+
+    def has_ready(
+        self, question: Question, able: Integers, revised: Mapping[int, int] = NONE_REVISED, busy: Integers = NONE_BUSY
+    ) -> bool:
+        """Whether plans are kept that are valid unchanged."""
+        kept = self._cache.get(question)
+        if kept is None or kept.revision != max(revised.values(), default=0):
+            return False
+        return np.array_equal(kept.able, without(able, busy))
+
+    def knows(self, requests: Sequence[Request] | Question) -> bool:
+        return Question.of(requests) in self._cache
+
+    def remember(self, question: Question, able: Integers, plans: list[Plan], revision: int = 0) -> None:
+        """Keep these new plans. Corrections of profiles up to `revision` were known when they were made."""
+        own = _unchanging(able)
+        followed_by = self._cache[question].followed_by if question in self._cache else None
+        self._cache[question] = _Cached(own, own, plans, question.ends_s(plans), revision, followed_by=followed_by)
+        self._cache.move_to_end(question)
+        if len(self._cache) > MOST_CACHED:
+            self._cache.popitem(last=False)
+
+    def _adapt(
+        self,
+        kept: _Cached,
+        question: Question,
+        profiles: NDArray[np.void],
+        able: Integers,
+        changed: Integers,
+        used: bool,
+    ) -> bool:
+        """Adapt the plans there are, while that is cheap. Devices whose profile has changed are taken out of them, and
+        may help wherever a device is missing."""
+        if kept.uses > SETTLED or not len(able) or len(able) > max(1.0, GROWN * len(kept.solved_for)):
+            return False
+        lost = np.union1d(np.setdiff1d(kept.able, able, assume_unique=True), changed)
+        if any(np.count_nonzero(np.isin(plan.device, lost)) > MOST_LOST for plan in kept.plans):
+            return False
+        joined = np.setdiff1d(able, np.setdiff1d(kept.able, changed, assume_unique=True), assume_unique=True)
+        try:
+            plans = _adapted_together(kept.plans, question.requests, lost, profiles, able)
+        except PlanError:  # no remaining device has the memory for some rectangle
+            return False
+        if self.kind == "packed" and len(joined):
+            hurried = question.hurried(plans)
+            later = int(np.argmax([plan.makespan_s for plan in hurried]))  # the one that ends last needs help most
+            plans[later] = welcomed(plans[later], question.requests[later].shape, joined, profiles)
+            kept.uses += 1
+        if not self._worth_keeping(kept, question.ends_s(plans), used):
+            return False
+        if not keeps(self.cap, question.requests, plans, len(able)):
+            return False
+        kept.plans = plans
+        kept.able = _unchanging(able)
+        return True
+
+    def _worth_keeping(self, kept: _Cached, ends_s: float, used: bool) -> bool:
+        """Whether it has cost less, including this use, than making a new one would."""
+        wasted_s = kept.wasted_s + max(0.0, ends_s - kept.ends_s)
+        if used:
+            kept.wasted_s = wasted_s
+        return wasted_s <= SOLVING_S * len(kept.plans)
+
+    def _still_valid(self, kept: _Cached, able: Integers, used: bool) -> bool:
+        if kept.able is not able and not np.array_equal(kept.able, able):
+            return False
+        kept.uses += used and kept.uses > 0
+        return kept.uses <= SETTLED
+
+
+def _adapted_together(
+    plans: list[Plan], requests: Sequence[Request], lost: Integers, profiles: NDArray[np.void], able: Integers
+) -> list[Plan]:
+    """Each product is helped by its own team and by idle devices; no device helps two of them."""
+    if len(plans) == 1:
+        return [adapted(plans[0], requests[0], lost, profiles, able)]
+    free = np.setdiff1d(able, np.concatenate([plan.device for plan in plans]))
+    found = []
+    for plan, request in zip(plans, requests, strict=True):
+        helpers = np.union1d(np.intersect1d(plan.device, able), free)
+        found.append(adapted(plan, request, lost, profiles, helpers))
+        free = np.setdiff1d(free, found[-1].device, assume_unique=True)
+    return found
+
+
+def _ends_s(plans: list[Plan]) -> float:
+    """When the last device ends; one that takes part in several plans does them one after another."""
+    if len(plans) == 1:
+        return plans[0].makespan_s
+    first = [np.unique(plan.device, return_index=True) for plan in plans]
+    devices, index = np.unique(np.concatenate([found[0] for found in first]), return_inverse=True)
+    ends_s = [
+        np.full(len(found[0]), plan.makespan_s) if plan.ends_s is None else plan.ends_s[found[1]]
+        for plan, found in zip(plans, first, strict=True)
+    ]
+    return float(np.bincount(index, np.concatenate(ends_s), len(devices)).max())
+
+
+def without(able: Integers, busy: Integers) -> Integers:
+    """The able devices that are not busy; all of them if none would be left."""
+    if not len(busy):
+        return able
+    free: Integers = able[~np.isin(able, busy)]
+    return free if len(free) else able
+
+
+def _unchanging(able: Integers) -> Integers:
+    """The caller may change its array later; the kept one must not change with it."""
+    return able.copy() if able.flags.writeable else able
+
+
+def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    """Plan each product on its own, over all devices."""
+    idle = np.zeros(len(able))
+    plans = [grid_plan(request.shape, profiles[able], idle) for request in requests]
+    return [replace(plan, device=able[plan.device]) for plan in plans]
+
+
+def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    """Plans of products that are ready at the same moment: by teams, or in turn if that is modelled to end sooner."""
+    mine = profiles[able]
+    over_all = {request: Fluid.of(request, mine) for request in dict.fromkeys(requests)}  # many are equal
+    fluids = [over_all[request] for request in requests]
+    best: list[Plan] = []
+    harder = np.ones(len(requests))  # than the fluid bound says: whole numbers cost each product differently
+    for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
+        teams = deal(fluids, harder, len(able))
+        if not teams or not all(len(team) for team in teams):
+            break
+        alone = [Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
+        if max(fluid.span_s for fluid in alone) > SLACK * sum(fluid.span_s for fluid in fluids):
+            break
+        plans = [fluid.plan(profiles, able, few=False) for fluid in alone]
+        if best and _ends_s(plans) >= _ends_s(best):
+            break
+        best = plans
+        ends_s = np.array([plan.makespan_s for plan in plans])
+        if ends_s.max() <= SLACK * ends_s.mean():
+            break  # they end close enough together
+        harder = harder * ends_s / ends_s.mean()
+    return best or [fluid.plan(profiles, able, few=True) for fluid in fluids]

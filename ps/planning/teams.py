@@ -1,0 +1,109 @@
+"""Products on groups of devices, before they are cut: how much each device can do in a given time.
+
+The running system's cost model (ps/planning/pipeline.py) says how many cells a device covers in a time, in rectangles
+of its ideal shape. From that follow when a product could end, which devices are worth using, and how devices are dealt
+to several products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planning.capacity import Areas, Law, least_span
+from ps.planning.cost import Integers, Numbers
+from ps.planning.packing import packed
+from ps.planning.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_laws
+from ps.planning.plans import Plan, Request
+from ps.planning.weighted_grid import able_devices
+
+# Using every device for a product costs bytes and messages and saves little: among teams that are modelled to end
+# within this factor of the best, the smallest is taken.
+SLACK = 1.02
+PACKING_LOSS = 0.02  # of the cells: promised by the fluid bound, lost to rectangles
+TEAM_PRECISION = 1e-3  # of T; dealing whole devices is coarser
+
+
+@dataclass(frozen=True, slots=True)
+class Fluid:
+    """A product on a group of devices, before it is cut: how much of it each device can do in a given time."""
+
+    request: Request
+    index: Integers  # devices with enough memory
+    cuts: Cuts
+    laws: tuple[Law, Law]
+    areas: Areas
+    span_s: float  # about when it could end: an estimate, by the upright model and with every overhead, not a bound
+
+    @classmethod
+    def of(
+        cls, request: Request, profiles: NDArray[np.void], names: Integers | None = None, until_s: float = 0.0
+    ) -> Fluid:
+        """`names`: ids of the devices, instead of 0, 1, ...; `until_s`: it need not end before."""
+        shape = request.shape
+        index = able_devices(shape, profiles)
+        profiles = profiles[index]
+        cuts = Cuts.none(len(index))
+        laws = running_laws(profiles, request, cuts)
+        areas = Areas(laws[0], shape.rows, shape.columns)
+        span_s = areas.span_s(float(shape.cells))
+        # now the size of the rectangles is known
+        wanted = cuts_within(profiles, request, areas, max(SLACK * span_s, until_s))
+        if max(wanted.strips.max(), wanted.chunks.max()) > 1:
+            cuts = wanted
+            laws = running_laws(profiles, request, cuts)
+            areas = Areas(laws[0], shape.rows, shape.columns)
+            span_s = areas.span_s(float(shape.cells))
+        return cls(request, index if names is None else names[index], cuts, laws, areas, span_s)
+
+    def within(self, span_s: float) -> Numbers:
+        return np.minimum(self.areas.within(span_s), float(self.request.shape.cells))
+
+    def plan(self, profiles: NDArray[np.void], able: Integers, few: bool) -> Plan:
+        """`few`: use as few devices as end within SLACK of the best."""
+        shape, chosen = self.request.shape, np.arange(len(self.index))
+        if few:
+            cells = self.within(SLACK * self.span_s)
+            ranking = np.argsort(-cells, kind="stable")
+            enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * (1 + PACKING_LOSS))) + 1
+            chosen = np.sort(ranking[:enough])
+        laws = self.laws[0].take(chosen), self.laws[1].take(chosen)
+        tiling = packed(laws, shape.batch, shape.rows, shape.columns)
+        strips = self.cuts.strips[chosen[tiling.owner]]
+        device = able[self.index[chosen[tiling.owner]]]
+        return made_plan(*cut_tiles(tiling.tiles, device, strips, tiling.turned, shape, profiles), shape, profiles)
+
+
+def deal(fluids: list[Fluid], harder: Numbers, count: int) -> list[Integers]:
+    """Deal the devices, largest first, always to the product with the largest share missing, until all would end
+    together within SLACK of the best. No teams, if one product after another ends sooner."""
+    needed = harder * [float(fluid.request.shape.cells) for fluid in fluids]
+
+    def cells(span_s: float) -> Numbers:
+        table = np.zeros((len(fluids), count))
+        for row, fluid in zip(table, fluids, strict=True):
+            row[fluid.index] = fluid.within(span_s)
+        return table
+
+    def enough(span_s: float) -> bool:
+        total = cells(span_s).sum(axis=1)
+        return bool((total > 0).all()) and float((needed / np.maximum(total, 1e-300)).sum()) <= 1
+
+    if not enough(sum(fluid.span_s for fluid in fluids)):
+        return []
+    span_s = least_span(enough, 0.0, max(fluid.span_s for fluid in fluids), TEAM_PRECISION)
+    shares = cells(SLACK * span_s) / (needed * (1 + PACKING_LOSS))[:, None]
+    order = np.argsort(-shares.max(axis=0), kind="stable")
+    missing = [1.0] * len(fluids)
+    teams: list[list[int]] = [[] for _ in fluids]
+    for device, offers in zip(order.tolist(), shares.T[order].tolist(), strict=True):
+        open_ = [j for j, offer in enumerate(offers) if offer > 0 and missing[j] > 0]
+        if open_:
+            product = max(open_, key=missing.__getitem__)
+            teams[product].append(device)
+            missing[product] -= offers[product]
+        elif max(missing) <= 0:
+            break
+    return [np.sort(np.array(team, np.int64)) for team in teams]

@@ -1,0 +1,358 @@
+"""Which device has which block: queues, credit and cutting again, for the dispatcher (ps/scheduling/dispatcher.py).
+
+Handles no events: every method works within the current turn and keeps the promises at the top of the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.protocol.profile import PROFILE
+from ps.planning.cost import (
+    BYTES,
+    alone_s,
+    block_bytes,
+    block_queues,
+    chunk_length,
+    least_bytes,
+    operand_bytes,
+    usable_bytes,
+)
+from ps.planning.pipeline import chunks_of, fresh_slabs, rectangles
+from ps.planning.planner import Integers, Level
+from ps.planning.recut import recut
+from ps.scheduling.deadlines import Deadlines
+from ps.scheduling.events import JobWaits
+from ps.scheduling.slabs import KeptSlabs
+from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Turn
+
+RECUT_OVER = 64  # devices, at most, that a lost rectangle is cut over: those that would finish it soonest
+THEFTS_A_TURN = 32
+NOBODY = "no device is there"
+NONE: Integers = np.empty(0, np.int64)
+
+
+class Assignments:
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}
+        self.devices: list[Device] = []
+        self.profiles = np.empty(0, PROFILE)  # claims, corrected by what the devices delivered
+        self.deadlines = Deadlines()
+        self._now_s = 0.0
+        self._able = np.empty(0, np.int64)  # ids that take work; a new array whenever they change
+        self._suspects: dict[int, float] = {}  # overdue devices -> until when they get nothing new
+        self._overtaken: set[int] = set()  # suspects that another device has overtaken
+        self._unproven: dict[int, None] = {}  # devices that get one small block at a time, until they answer one
+        self._strikes: dict[int, int] = {}  # how often a device was suspected since it last answered
+        self._waiting = np.empty(0, np.int64)  # length of each device's queues
+        self._waiting_total = 0
+        self._ahead: tuple[Level, ...] = ()  # levels still to be submitted before the pass ends
+        self._apart: dict[int, Integers] = {}  # deferred jobs -> their devices
+        self._busy_apart = NONE  # all of these devices, each once
+        self._slabs = KeptSlabs()
+        self._losses: dict[int, int] = {}  # loss of devices -> blocks still to be recomputed
+        self._orphans: list[tuple[int, Integers, int]] = []  # rectangles that no device could take yet; their loss
+
+    def _trust(self, devices: list[int]) -> None:
+        """Let these suspects or unproven devices take work like any other."""
+        for device in devices:
+            self._suspects.pop(device, None)
+            self._unproven.pop(device, None)
+            self._overtaken.discard(device)
+        self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
+
+    def _trust_more(self) -> bool:
+        """The able devices cannot do the work: better late than never. Trust the new devices, then those that have
+        answered before, then all. False if there is none left."""
+        for devices in (
+            [device for device in self._unproven if device not in self._strikes],
+            [device for device in self._suspects if self.devices[device].worked],
+            [*self._unproven, *self._suspects],
+        ):
+            if devices:
+                self._trust(devices)
+                return True
+        return False
+
+    def _set_apart(self, job_id: int, devices: Integers) -> None:
+        """Keep these devices for this deferred job until it ends."""
+        self._apart[job_id] = devices
+        self._busy_apart = np.union1d(self._busy_apart, devices)
+
+    def _end_apart(self, job_id: int) -> None:
+        if self._apart.pop(job_id, None) is not None:
+            self._count_apart()
+
+    def _gone_apart(self, devices: list[int]) -> None:
+        """Their ids may be reused."""
+        if np.isin(self._busy_apart, devices).any():
+            self._apart = {job: team[~np.isin(team, devices)] for job, team in self._apart.items()}
+            self._count_apart()
+
+    def _count_apart(self) -> None:
+        self._busy_apart = np.unique(np.concatenate(list(self._apart.values()) or [NONE]))
+
+    def _end(self, job_id: int, block: int, turn: Turn) -> None:
+        """End this block, wherever it is: its result is not needed."""
+        job = self.jobs[job_id]
+        device, key = job.device[block], (job_id, block)
+        record = self.devices[device]
+        if self._land(device, job_id, block) is not None:
+            turn.stop(device, job_id, block)
+            turn.freed[device] = None
+        elif job.state[block] == PENDING:
+            (record.urgent if job.urgent else record.background).remove(key)
+            self._waiting[device] -= 1
+            self._waiting_total -= 1
+            record.waiting.remove(job.passage[block])
+        job.state[block] = CUT
+
+    def _land(self, device: int, job_id: int, block: int, answered: bool = False) -> Job | None:
+        """Take a block off its device. None if it was not in flight there: a late, duplicate or invented answer."""
+        if not 0 <= device < len(self.devices):
+            return None
+        record, key = self.devices[device], (job_id, block)
+        if key not in record.in_flight:
+            return None
+        job = self.jobs[job_id]
+        record.land(key, job.size_bytes[block], job.passage[block], self._now_s if answered else None)
+        return job
+
+    def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
+        """Cut these blocks again, over living devices, critical jobs first. `loss`: the loss of devices that is the
+        reason, if any; a block that already repairs an earlier loss goes on repairing that one."""
+        groups: dict[tuple[int, int], list[int]] = {}  # by job and by the loss that is repaired
+        for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].urgent):
+            groups.setdefault((job_id, self.jobs[job_id].loss[block] or loss), []).append(block)
+        for (job_id, repaired), blocks in groups.items():
+            job = self.jobs[job_id]
+            for block in blocks:
+                job.state[block] = CUT
+            job.open -= len(blocks)
+            patience_s = max(alone_s(job.passage[block]) for block in blocks)
+            # blocks of one device become one rectangle again: a larger one has less perimeter to download
+            lost_tiles = rectangles(job.tiles[blocks], np.array([job.device[block] for block in blocks]))
+            self._place(job_id, lost_tiles, turn, avoid, repaired, patience_s)
+            for earlier in (job.loss[block] for block in blocks):
+                if earlier in self._losses:
+                    self._losses[earlier] -= 1
+
+    def _place(
+        self,
+        job_id: int,
+        tiles: list[Integers],
+        turn: Turn,
+        avoid: int = -1,
+        loss: int = 0,
+        patience_s: float = 0.0,
+    ) -> None:
+        """Cut rectangles again, over devices that can do them soon."""
+        job = self.jobs[job_id]
+        made = self._recut(job, tiles, RECUT_OVER, [avoid]) or self._recut(job, tiles, RECUT_OVER, [])
+        if made is not None:
+            pieces, owners, fresh, _ = made
+            self._add(job_id, pieces, owners, fresh, turn, loss, [patience_s] * len(owners), first=True)
+            return
+        if self._trust_more():
+            self._place(job_id, tiles, turn, avoid, loss, patience_s)
+            return
+        self._orphans += [(job_id, tile[None], loss) for tile in tiles]
+        if loss:
+            self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
+        turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
+
+    def _recut(
+        self, job: Job, tiles: list[Integers], most: int, avoid: list[int]
+    ) -> tuple[Integers, Integers, NDArray[np.bool_], Integers] | None:
+        """Blocks, devices and fresh slabs of these rectangles cut again, and which rectangle each block is from; None
+        if no device has the memory."""
+        candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(job.shape.inner)]
+        candidates = candidates[~np.isin(candidates, avoid)]
+        if self._ahead and not job.urgent:  # the others soon have critical products to do
+            apart = candidates[np.isin(candidates, self._busy_apart)]
+            candidates = apart if len(apart) else candidates
+        if not len(candidates):
+            return None
+        records = [self.devices[device] for device in candidates.tolist()]
+        sent_s = np.array([record.busy_s(self._now_s) for record in records]).T
+        all_s = sent_s.copy()
+        for index in np.flatnonzero(self._waiting[candidates]).tolist():
+            all_s[:, index] = records[index].busy_with_all_s(self._now_s)
+        at_it = {device for device, state in zip(job.device, job.state, strict=True) if state in (PENDING, IN_FLIGHT)}
+        ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
+        profiles = self.profiles[candidates]
+        made, owner, of = recut(tiles, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
+        chunks = chunks_of(made, owner, job.shape, profiles)
+        return made, candidates[owner], fresh_slabs(made, owner, chunks), of
+
+    def _add(
+        self,
+        job_id: int,
+        tiles: Integers,
+        devices: Integers,
+        fresh: NDArray[np.bool_],
+        turn: Turn,
+        loss: int = 0,
+        patience_s: list[float] | None = None,
+        first: bool = False,
+    ) -> None:
+        """Add blocks to a job, each for its device: sent if there is credit, queued if not. `patience_s`: lower bound
+        on the expected time when deadlines are set. Without it, small pieces of a late block would be overdue at the
+        first hitch, and so would their own pieces. `first`: they go ahead of queued blocks that are as critical."""
+        job, begin = self.jobs[job_id], len(self.jobs[job_id].state)
+        job.tiles = np.concatenate([job.tiles, tiles]) if begin else tiles
+        profiles, inner = self.profiles[devices], job.shape.inner
+        batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
+        chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
+        if not chunk.all():
+            raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
+        new, kept = self._slabs.account(job, tiles, devices, fresh, chunk == inner, self.devices)
+        down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
+        chunks = -(-inner // chunk)
+        queues_s = block_queues(profiles, batches, rows, inner, columns, down_bytes, chunks)
+        owners = devices.tolist()
+        job.state += [PENDING] * len(tiles)
+        job.device += owners
+        down_s, compute_s, up_s = (seconds.tolist() for seconds in queues_s)
+        job.passage += zip(down_s, compute_s, up_s, chunks.tolist(), strict=True)
+        job.size_bytes += block_bytes(batches, rows, inner, columns, chunk).tolist()
+        job.down_bytes += down_bytes.tolist()
+        job.chunk += chunk.tolist()
+        job.kept += kept.tolist()
+        job.loss += [loss] * len(tiles)
+        job.first += [first] * len(tiles)
+        job.patience_s += patience_s or [0.0] * len(tiles)
+        job.sent_s += [0.0] * len(tiles)
+        job.expected_s += [0.0] * len(tiles)
+        if loss:
+            self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
+        job.open += len(tiles)
+        launched: list[int] = []
+        for block, device, passage, size in zip(
+            range(begin, len(job.state)), owners, job.passage[begin:], job.size_bytes[begin:], strict=True
+        ):
+            record = self.devices[device]
+            queue, before = record.background, record.urgent  # its own queue, and the one served before it
+            if job.urgent:
+                queue, before = record.urgent, NO_QUEUE
+            free = not before and (first or not (record.urgent or record.background))
+            if free and self._has_credit(record, size) and (job.firm or record.wants(passage, self._now_s)):
+                self._take(record, job_id, block)
+                launched.append(block)
+                continue
+            record.waiting.add(passage)
+            if first:
+                queue.insert(self._repairs(queue), (job_id, block))
+            else:
+                queue.append((job_id, block))
+            self._waiting[device] += 1
+            self._waiting_total += 1
+
+        self._launch(job_id, job, launched, turn)
+
+    def _repairs(self, queue: Sequence[tuple[int, int]]) -> int:
+        """How many blocks at the head of a device's queue jumped it."""
+        for number, (job_id, block) in enumerate(queue):
+            if not self.jobs[job_id].first[block]:
+                return number
+        return len(queue)
+
+    def _take(self, record: Device, job_id: int, block: int) -> None:
+        """Book this block on the device."""
+        job = self.jobs[job_id]
+        takes_s = record.take((job_id, block), job.size_bytes[block], job.passage[block], self._now_s)
+        job.expected_s[block] = takes_s + record.round_trip_s + REACTION_S
+
+    def _has_credit(self, record: Device, size_bytes: int) -> bool:
+        return (
+            len(record.in_flight) < record.credit_blocks
+            and record.in_flight_bytes + record.kept_bytes + size_bytes <= record.memory_bytes
+        )
+
+    def _launch(self, job_id: int, job: Job, blocks: list[int], turn: Turn) -> None:
+        """Send these blocks; their devices have taken them already."""
+        devices = [job.device[block] for block in blocks]
+        for block in blocks:
+            job.state[block] = IN_FLIGHT
+            job.sent_s[block] = self._now_s
+        if not job.firm:
+            patience_s = [max(job.expected_s[block], job.patience_s[block]) for block in blocks]
+            if self._unproven:  # a probe of a device that did not answer before must not delay anything
+                patience_s = [
+                    job.patience_s[block] if device in self._unproven and device in self._strikes else seconds
+                    for block, device, seconds in zip(blocks, devices, patience_s, strict=True)
+                ]
+            self.deadlines.sent([(job_id, block) for block in blocks], devices, self._now_s, patience_s)
+        turn.send.devices.extend(devices)
+        turn.send.jobs.extend([job_id] * len(blocks))
+        turn.send.blocks.extend(blocks)
+
+    def _feed(self, turn: Turn) -> None:
+        """Fill each freed device from its queues; idle devices take work from the longest queue."""
+        thefts = 0
+        for device in turn.freed:
+            if device in self._suspects:
+                continue
+            record = self.devices[device]
+            if not (record.urgent or record.background):
+                if not self._waiting_total:
+                    return
+                if record.in_flight or not record.alive or (device in self._unproven and device in self._strikes):
+                    continue
+                if thefts == THEFTS_A_TURN or not self._steal(device):
+                    continue
+                thefts += 1
+            while queue := record.urgent or record.background:
+                job_id, block = queue[0]
+                job = self.jobs[job_id]
+                if not self._has_credit(record, job.size_bytes[block]):
+                    break
+                if not (job.firm or record.wants(job.passage[block], self._now_s)):
+                    break  # it goes out with the next answer; until then lost blocks may overtake it
+                queue.popleft()
+                self._waiting[device] -= 1
+                self._waiting_total -= 1
+                record.waiting.remove(job.passage[block])
+                self._take(record, job_id, block)
+                self._launch(job_id, job, [block], turn)
+
+    def _steal(self, thief: int) -> bool:
+        """Move the last block of the longest queue to an idle device that would return it sooner."""
+        waiting = self._waiting
+        if self._ahead and self._apart:  # the thief soon has something else to do
+            waiting = waiting.copy()
+            waiting[self._busy_apart] = 0
+        victim = int(waiting.argmax())
+        if not waiting[victim]:
+            return False
+        owner, taker = self.devices[victim], self.devices[thief]
+        queue = owner.urgent or owner.background
+        job_id, block = queue[-1]
+        job = self.jobs[job_id]
+        if job.kept[block] or job.firm:
+            return False  # its owner has, or will have, the slab; or no other device may do it
+        _, batches, _, rows, _, columns = job.tiles[block].tolist()
+        profile, inner = self.profiles[thief : thief + 1], job.shape.inner
+        chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])
+        if not chunk:
+            return False  # the thief cannot hold it
+        down_bytes, chunks = operand_bytes(batches, rows, inner, columns), -(-inner // chunk)
+        queues_s = block_queues(profile, batches, rows, inner, columns, down_bytes, chunks)
+        down_s, compute_s, up_s = (float(seconds[0]) for seconds in queues_s)
+        passage = (down_s, compute_s, up_s, chunks)
+        if alone_s(passage) + taker.round_trip_s >= owner.ends_s(self._now_s):
+            return False
+        job.chunk[block] = chunk
+        job.size_bytes[block] = int(block_bytes(batches, rows, inner, columns, chunk))
+        job.down_bytes[block] = down_bytes
+        queue.pop()
+        self._waiting[victim] -= 1
+        owner.waiting.remove(job.passage[block])
+        job.device[block], job.passage[block] = thief, passage
+        taker.waiting.add(passage)
+        (taker.urgent if job.urgent else taker.background).append((job_id, block))
+        self._waiting[thief] += 1
+        return True

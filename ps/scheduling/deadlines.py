@@ -1,0 +1,228 @@
+"""When a block is overdue: by the cost model, and by how wrong the cost model has been so far.
+
+The cost model gives a block's expected time. The ratio of actual to expected time is remembered for the latest blocks
+of the whole fleet. A block is overdue when its ratio is above that of nearly all of them, or several times that of
+most: with many slow devices, the quantile alone would call slow normal. Blocks are compared with blocks of similar
+length: a hitch of the server multiplies the time of the shortest ones, which says nothing about the others. There is no
+fixed timeout: on a host that makes everything late, no device is late.
+
+Until enough answers are known, the cost model alone sets the deadline: a multiple of the expected time, plus a floor.
+
+A single device cannot define what is normal. Each device's typical lateness is tracked. Blocks of devices that are
+typically later than most are left out, as long as fewer than MOST_OUTLIERS of the devices are like that. Pure: the time
+comes with every call.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+REMEMBERED = 2048  # blocks per length class
+AGAIN = 512  # new blocks, after which the margin is computed again
+ENOUGH = 128  # answers; below this the cost model alone sets deadlines
+# Cold start. The first blocks of real devices take up to three times the modelled time (imports, caches, a link that
+# opens its window), and pods need up to 0.3 s for the first one. Jitter is not in the model: with 0.5 s of it each way,
+# a floor of 0.5 s made the first step 60% longer through false alarms; a floor of 1 s did not. Each false alarm costs a
+# speculative copy.
+COLD_TIMES = 4.0
+COLD_FLOOR_S = 1.0
+OCTAVES = 2  # a length class spans a factor of two to this power
+QUANTILE = 0.99
+BEYOND = 1.25  # overdue: above this multiple of the quantile
+MOST = 0.75  # this share of the blocks is normal, whatever the others take
+TAIL = 3.0  # overdue: above this multiple of what MOST blocks take; chosen by trial with 10% and 20% of slow devices
+MOST_PATIENCE_S = 1.0  # limit on the extra time for consecutive hitches of the server
+MEMORY = 0.125  # weight of the newest block in a device's typical lateness: it reflects about the last 16 blocks
+OUTLIER = 1.5  # a device is typically late above this multiple of what MOST blocks of the fleet take
+HEARD = 8  # blocks of a device before its typical lateness counts
+MOST_OUTLIERS = 0.25  # of the devices: above this share, suspect the host or the network, and count all blocks
+FRESH = (1.0, 0)  # an unknown device: typical lateness, blocks
+UNKNOWN = -1  # device of blocks that are reported without one
+
+Key = tuple[int, int]  # job, block
+
+
+class Typical:
+    """Each device's typical lateness, as a multiple of what most blocks of the fleet take: a moving average over its
+    latest blocks, each capped at TAIL."""
+
+    def __init__(self) -> None:
+        self._score: dict[int, tuple[float, int]] = {}  # device -> average, blocks
+        self._late: set[int] = set()  # devices that are typically late
+        self._found: set[int] = set()  # of those, the ones not reported yet
+
+    def add(self, devices: Sequence[int], ratios: Sequence[float], most: float) -> None:
+        """Add blocks of similar length; most blocks of that length take at most `most` times what is expected."""
+        scores, keep, weight = self._score, 1.0 - MEMORY, MEMORY / most
+        highest = TAIL * most
+        for device, ratio in zip(devices, ratios, strict=True):
+            average, blocks = scores.get(device, FRESH)
+            average = keep * average + weight * (ratio if ratio < highest else highest)
+            scores[device] = average, blocks + 1
+            if average > OUTLIER and blocks >= HEARD:
+                self._late.add(device)
+                self._found.add(device)
+            elif device in self._late:
+                self._late.discard(device)
+
+    def take_found(self) -> dict[int, float]:
+        """Devices found to be typically late since the last call, and how late they typically are."""
+        if not self._found:
+            return {}
+        found = {device: self._score[device][0] for device in sorted(self._found & self._late) if device != UNKNOWN}
+        self._found.clear()
+        return found
+
+    def outliers(self, among: Sequence[int]) -> list[int]:
+        """Devices that are typically late; none if their share is too large."""
+        if not self._late:
+            return []
+        devices = set(among)
+        found = sorted(self._late & devices)
+        return found if len(found) < MOST_OUTLIERS * len(devices) else []
+
+    def forget(self, device: int) -> None:
+        self._score.pop(device, None)
+        self._late.discard(device)
+        self._found.discard(device)
+
+
+class _Normal:
+    """How many times its expected time a block may take."""
+
+    def __init__(self, typical: Typical) -> None:
+        self.margin = float("inf")
+        self.most = 1.0
+        self._typical = typical
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+        self._devices: deque[int] = deque(maxlen=REMEMBERED)
+        self._fresh = 0
+
+    @property
+    def known(self) -> int:
+        return len(self._ratios)
+
+    def add(self, ratios: Sequence[float], devices: Sequence[int]) -> None:
+        self._ratios.extend(ratios)
+        self._devices.extend(devices)
+        self._fresh += len(ratios)
+        if self._fresh >= (ENOUGH if self.margin == float("inf") else AGAIN):
+            self._fresh = 0
+            counted = np.array(self._ratios)
+            if outliers := self._typical.outliers(self._devices):
+                counted = counted[~np.isin(np.array(self._devices), outliers)]
+            most, nearly_all = np.quantile(counted, [MOST, QUANTILE]).tolist()
+            self.most = max(most, 1e-9)
+            self.margin = max(1.0, BEYOND * min(nearly_all, TAIL * most))
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self.typical = Typical()
+        self._all = _Normal(self.typical)
+        self._by_length: dict[int, _Normal] = {}
+        # heap of batches sent together, each sorted: next deadline, sequence number, index in the batch, batch
+        self._heap: list[tuple[float, int, int, list[tuple[float, int, Key]]]] = []
+        self._sequence = itertools.count()
+        self._unjudged: list[tuple[Key, int, float, float]] = []  # sent before the margin was known
+        self._quickest = 1.0  # smallest ratio of actual to expected time so far
+
+    @property
+    def cold(self) -> bool:
+        """Too few answers are known to say what is normal."""
+        return self._all.margin == float("inf")
+
+    def sent(self, keys: Sequence[Key], devices: Sequence[int], now_s: float, expected_s: Sequence[float]) -> None:
+        """These blocks went out, each to its device."""
+        if self.cold:
+            self._unjudged += [(key, d, now_s, s) for key, d, s in zip(keys, devices, expected_s, strict=True)]
+        batch = sorted(
+            (now_s + self.allowed_s(s), device, key) for key, device, s in zip(keys, devices, expected_s, strict=True)
+        )
+        self._push(batch)
+
+    def allowed_s(self, expected_s: float) -> float:
+        """How long a block with this expected time may take. If even the quickest block so far took several times what
+        was expected, the devices are not the cause."""
+        if self.cold:
+            return max(1.0, self._quickest) * (COLD_TIMES * expected_s + COLD_FLOOR_S)
+        return self.margin(expected_s) * expected_s
+
+    def postpone(self, keys: Sequence[Key], devices: Sequence[int], until_s: float) -> None:
+        """Give these overdue blocks until `until_s`."""
+        self._push([(until_s, device, key) for key, device in zip(keys, devices, strict=True)])
+
+    def _push(self, batch: list[tuple[float, int, Key]]) -> None:
+        if batch:
+            heapq.heappush(self._heap, (batch[0][0], next(self._sequence), 0, batch))
+
+    def margin(self, expected_s: float) -> float:
+        """The margin of blocks with this expected time; that of all blocks if too little is known of this length."""
+        alike = self._by_length.get(_length(expected_s))
+        return self._all.margin if alike is None or alike.margin == float("inf") else alike.margin
+
+    def usual(self, expected_s: float) -> float:
+        """The ratio that most blocks of about this length stay below, at least 1; 1 if too little is known."""
+        alike = self._by_length.get(_length(expected_s))
+        return max(1.0, (self._all if alike is None or alike.margin == float("inf") else alike).most)
+
+    def returned(
+        self, ratios: Sequence[float], expected_s: Sequence[float], devices: Sequence[int] | None = None
+    ) -> None:
+        """Ratios of actual to expected time of returned blocks, with their expected times and devices."""
+        groups: dict[int, tuple[list[float], list[int]]] = {}
+        devices = devices if devices is not None else [UNKNOWN] * len(ratios)
+        for ratio, length, device in zip(ratios, map(_length, expected_s), devices, strict=True):
+            if length not in groups:
+                groups[length] = [], []
+            of_length, whose = groups[length]
+            of_length.append(ratio)
+            whose.append(device)
+        for length, (of_length, whose) in groups.items():
+            normal = self._by_length.get(length)
+            if normal is None:
+                normal = self._by_length[length] = _Normal(self.typical)
+            if normal.margin < float("inf"):
+                self.typical.add(whose, of_length, normal.most)
+            normal.add(of_length, whose)
+        if ratios and self.cold:
+            self._quickest = min(ratios) if not self._all.known else min(self._quickest, *ratios)
+        self._all.add(ratios, devices)
+        if self._unjudged and not self.cold:
+            unjudged, self._unjudged = self._unjudged, []
+            for key, device, now_s, seconds in unjudged:
+                self.sent([key], [device], now_s, [seconds])
+
+    @property
+    def next_s(self) -> float:
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def overdue(self, now_s: float, open_: Callable[[int, Key], bool], most: int) -> list[Key]:
+        """Blocks past their deadline that are still open on their device, each reported once."""
+        found: list[Key] = []
+        while self._heap and self._heap[0][0] <= now_s and len(found) < most:
+            _, number, place, batch = heapq.heappop(self._heap)
+            _, device, key = batch[place]
+            if place + 1 < len(batch):
+                heapq.heappush(self._heap, (batch[place + 1][0], number, place + 1, batch))
+            if open_(device, key):
+                found.append(key)
+        return found
+
+
+def _length(expected_s: float) -> int:
+    return math.frexp(expected_s)[1] // OCTAVES
+
+
+def after_a_turn_s(free_s: float, woke_s: float, now_s: float) -> float:
+    """When lateness may be judged after a turn of the server from `woke_s` to `now_s`. Answers that could not be read
+    during the turn, and the devices that send them, may need as long again. `free_s`: when lateness could last be
+    judged. The delay is limited, so a server with no time between its turns still judges."""
+    took_s = now_s - woke_s
+    return min(now_s + took_s, free_s + took_s + MOST_PATIENCE_S)

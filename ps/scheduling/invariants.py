@@ -1,0 +1,89 @@
+"""What must always be true of a dispatcher. For tests and simulations: it inspects everything, and is slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ps.scheduling.newcomers import RATES
+from ps.scheduling.state import CUT, IN_FLIGHT, PENDING
+
+if TYPE_CHECKING:
+    from ps.scheduling.dispatcher import Dispatcher
+
+
+class InvariantBroken(AssertionError):
+    """The dispatcher contradicts itself; the message says how."""
+
+
+def check(of: Dispatcher) -> None:
+    """Raise InvariantBroken if the dispatcher breaks its promises, or contradicts itself."""
+    where: dict[tuple[int, int], list[str]] = {}
+    for index, record in enumerate(of.devices):
+        for key in record.in_flight:
+            where.setdefault(key, []).append(f"in flight on {index}")
+        for key in (*record.urgent, *record.background):
+            where.setdefault(key, []).append(f"queued at {index}")
+        if gone := {job for job, _ in (*record.in_flight, *record.urgent, *record.background)} - set(of.jobs):
+            raise InvariantBroken(f"device {index} has blocks of jobs that are over: {sorted(gone)}")
+        held = sum(of.jobs[j].size_bytes[b] for j, b in record.in_flight)
+        if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
+            raise InvariantBroken(f"device {index} holds {len(record.in_flight)} blocks, {held} bytes: {record}")
+        if held + record.kept_bytes > record.memory_bytes:
+            raise InvariantBroken(f"device {index} holds more than its {record.memory_bytes} bytes: {record}")
+        kept = [s.row_bytes * int((s.high[index] - s.low[index]).sum()) for s in of._slabs] if record.alive else []
+        if sum(kept) != record.kept_bytes:
+            raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
+        if len(record.urgent) + len(record.background) != of._waiting[index]:
+            raise InvariantBroken(f"device {index}: {of._waiting[index]} waiting counted, {record}")
+        if not record.alive and not record.idle:
+            raise InvariantBroken(f"device {index} left and still has work: {record}")
+    _check_standing(of)
+    unwatched = [key for record in of.devices for key in record.in_flight if not of.jobs[key[0]].firm]
+    if unwatched and of.deadlines.next_s == float("inf"):
+        raise InvariantBroken(f"blocks {unwatched[:5]} are in flight, and nothing will ever be overdue")
+    for job_id, job in of.jobs.items():
+        cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
+        orphans = [tile[0] for owner, tile, _ in of._orphans if owner == job_id]
+        counts = [of.rescues.block_of((job_id, b)) is None for b in range(len(job.state))]
+        live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT and counts[b]]
+        for b, bs, r, rs, c, cs in (*live, *orphans):
+            cover[b : b + bs, r : r + rs, c : c + cs] += 1
+        if (cover != 1).any():
+            raise InvariantBroken(f"job {job_id}: {int((cover != 1).sum())} cells not covered exactly once")
+        for block, state in enumerate(job.state):
+            places = where.pop((job_id, block), [])
+            expected = {PENDING: f"queued at {job.device[block]}", IN_FLIGHT: f"in flight on {job.device[block]}"}
+            if places != ([expected[state]] if state in expected else []):
+                raise InvariantBroken(f"job {job_id} block {block} in state {state} is {places}")
+        under_way = sum(state in (PENDING, IN_FLIGHT) and own for state, own in zip(job.state, counts, strict=True))
+        if job.open != under_way:
+            raise InvariantBroken(f"job {job_id}: {job.open} blocks counted open, {under_way} found")
+    for job_id, block in of.rescues:
+        if job_id not in of.jobs or of.jobs[job_id].state[block] != IN_FLIGHT:
+            raise InvariantBroken(f"job {job_id} block {block} is being rescued and not in flight")
+    if where:
+        raise InvariantBroken(f"blocks of jobs that are over: {where}")
+    repairs = Counter(loss for _, _, loss in of._orphans if loss)
+    for job in of.jobs.values():
+        repairs.update(x for x, state in zip(job.loss, job.state, strict=True) if x and state in (PENDING, IN_FLIGHT))
+    if repairs != of._losses:
+        raise InvariantBroken(f"losses that are being repaired: counted {of._losses}, found {dict(repairs)}")
+
+
+def _check_standing(of: Dispatcher) -> None:
+    """Every living device takes work, or is a suspect, or has yet to prove that it answers. Nothing is kept of departed
+    devices, and no device is believed more than it claims."""
+    standing = [*of._able.tolist(), *of._suspects, *of._unproven]
+    living = [index for index, record in enumerate(of.devices) if record.alive]
+    if sorted(standing) != living:
+        suspects, unproven = list(of._suspects), list(of._unproven)
+        raise InvariantBroken(f"{living} live; able: {of._able.tolist()}, suspects: {suspects}, unproven: {unproven}")
+    kept = {*of._strikes, *of._newcomers.beliefs, *of._slowness.factor, *of._named, *of._overtaken, *of._new}
+    if gone := kept - set(living):
+        raise InvariantBroken(f"devices {sorted(gone)} are gone, and something is kept of them")
+    for rate in RATES:
+        if (more := of.profiles[rate] > np.maximum(1.0, of._told[rate])).any():
+            raise InvariantBroken(f"devices {np.flatnonzero(more).tolist()} are believed more {rate} than they claim")

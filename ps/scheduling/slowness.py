@@ -1,0 +1,96 @@
+"""How much slower than its profile each device has proved to be, learnt from what it delivers.
+
+An overtaken device is taken to be four times slower than before, or as slow as it has shown itself to be: it did not
+deliver, so nothing more is known. A device that is typically late, though never overdue, is taken to be as slow as it
+typically is. If it then delivers sooner than expected, it is believed again. The only bound is the claim itself: a
+profile says at most MAX_RATE, and no rate is taken to be less than 1. Devices that were never late cost nothing here.
+Pure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agent.protocol.profile import MAX_RATE
+
+AT_LEAST = 4.0
+FAR = 4.0  # an answer of this many times its expected time corrects a profile, whatever is normal for others, ...
+FAR_S = 0.25  # ... if it is late by more than any hitch of the server
+ANSWERS = 4  # of a device, before they count
+SAME = 1.25  # smaller corrections are ignored
+# A device that is taken to be slow gets little to do, often nothing, and so cannot show that it is not. Its factor is
+# halved each time it has not been heard of for this long. Seen once, on a host overloaded by other programs: 37 of 600
+# devices kept factors of up to 82 over 20 steps. A device that is slow is overtaken again, and taken to be four times
+# slower. The length is not measured: it is longer than a suspicion (5 s) and shorter than a few steps.
+FORGIVEN_S = 15.0
+
+
+class Slowness:
+    def __init__(self) -> None:
+        self.factor: dict[int, float] = {}  # of devices that are slower than they claimed
+        self._answers: dict[int, list[float]] = {}
+        self._far: dict[int, list[float]] = {}
+        self._changed: set[int] = set()
+        self._judged_s: dict[int, tuple[float, float]] = {}  # device -> its factor, and since when
+
+    def overtaken(self, device: int, ratio: float) -> None:
+        """Another device was faster; `ratio` times the expected time had passed."""
+        self._answers.pop(device, None)
+        self._set(device, self.factor.get(device, 1.0) * max(AT_LEAST, ratio))
+
+    def typically(self, device: int, ratio: float) -> None:
+        """It repeatedly takes `ratio` times as long as it should. Ignored if it has a factor: its answers correct
+        that."""
+        if device not in self.factor:
+            self._set(device, ratio)
+
+    def far_behind(self, device: int, ratio: float) -> None:
+        """It took more than FAR times the expected time, and more than FAR_S longer. A device that does all the work
+        alone defines what is normal, so the comparison here is with the model itself."""
+        far = self._far.setdefault(device, [])
+        far.append(ratio)
+        if len(far) >= ANSWERS:
+            self.typically(device, float(np.median(far)))
+            far.clear()
+
+    def answered(self, device: int, ratio: float) -> None:
+        """It took `ratio` times what its factor makes expected. Call only for devices that have a factor."""
+        answers = self._answers.setdefault(device, [])
+        answers.append(ratio)
+        if len(answers) < ANSWERS:
+            return
+        typical = float(np.median(answers))
+        answers.clear()
+        self._judged_s.pop(device, None)
+        if 1 / SAME <= typical <= SAME:
+            return
+        self._set(device, max(1.0, self.factor[device] * typical))
+
+    def _set(self, device: int, factor: float) -> None:
+        self.factor[device] = min(MAX_RATE, factor)
+        self._changed.add(device)
+
+    def forget(self, device: int) -> None:
+        for table in (self.factor, self._answers, self._far, self._judged_s):
+            table.pop(device, None)
+        self._changed.discard(device)
+
+    def forgive(self, now_s: float) -> None:
+        """Give devices that were not heard of for a while another chance."""
+        for device, factor in self.factor.items():
+            judged, since_s = self._judged_s.setdefault(device, (factor, now_s))
+            if judged != factor:
+                self._judged_s[device] = factor, now_s
+            elif now_s - since_s >= FORGIVEN_S:
+                self.factor[device] = max(1.0, factor / 2)
+                self._judged_s[device] = self.factor[device], now_s
+                self._changed.add(device)
+
+    def take_changes(self) -> dict[int, float]:
+        """Devices whose factor has changed since the last call; 1: as fast as claimed."""
+        changes = {device: self.factor[device] for device in sorted(self._changed)}
+        self._changed.clear()
+        for device, factor in changes.items():
+            if factor == 1.0:
+                self.forget(device)
+        return changes

@@ -1,0 +1,157 @@
+"""The dispatcher's state: what it knows of jobs, devices and kept slabs. Plain records."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ps.planning.cost import Passage, Stages, after
+from ps.planning.planner import Integers, Request, Shape
+from ps.scheduling.events import CancelBlocks, Instruction, SendBlocks
+
+REACTION_S = 0.01  # the server's clock tick, and how long answers are held back to be handled together
+AHEAD_S = 0.5  # a device may always have this much work ahead, whatever the cost model says it needs
+UNSURE = 1.25  # margin: an answer may take this multiple of its modelled time
+IDLE = (0.0, 0.0, 0.0)
+PENDING, IN_FLIGHT, DONE, CUT = range(4)
+
+
+@dataclass(slots=True)
+class Job:
+    request: Request
+    urgent: bool
+    operands: tuple[int | None, int | None] = (None, None)  # left and right, where slabs of it may be kept
+    tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    state: list[int] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    passage: list[Passage] = field(default_factory=list)  # seconds in each queue of its device
+    size_bytes: list[int] = field(default_factory=list)
+    down_bytes: list[int] = field(default_factory=list)  # operands that the device does not hold yet
+    chunk: list[int] = field(default_factory=list)  # inner values per chunk; all of them: it is sent whole
+    kept: list[int] = field(default_factory=list)  # 1: the device keeps its left slab; 2: its right one; 3: both
+    loss: list[int] = field(default_factory=list)  # the loss of devices that it repairs; 0: none
+    first: list[bool] = field(default_factory=list)  # it jumps the queue
+    sent_s: list[float] = field(default_factory=list)
+    expected_s: list[float] = field(default_factory=list)  # modelled time from sending to answer
+    patience_s: list[float] = field(default_factory=list)  # lower bound on expected_s when its deadline is set
+    open: int = 0  # blocks neither done nor cut
+    firm: bool = False  # see Plan
+
+    @property
+    def shape(self) -> Shape:
+        return self.request.shape
+
+
+NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
+
+
+@dataclass(slots=True)
+class Device:
+    credit_blocks: int
+    memory_bytes: int
+    round_trip_s: float
+    urgent: deque[tuple[int, int]] = field(default_factory=deque)
+    background: deque[tuple[int, int]] = field(default_factory=deque)
+    in_flight: dict[tuple[int, int], float] = field(default_factory=dict)  # modelled time at which each answer leaves
+    in_flight_bytes: int = 0
+    kept_bytes: int = 0
+    free: Stages = field(default_factory=Stages)  # modelled time at which its queues have finished all that it was sent
+    in_flight_s: float = 0.0  # modelled seconds of its blocks in flight, one after the other
+    late_s: float = 0.0  # how late its latest answer was by the model; negative: early
+    waiting: Stages = field(default_factory=Stages)  # modelled seconds of the blocks queued for it
+    refusals: int = 0
+    alive: bool = True
+    worked: bool = False  # a block that it returned was accepted
+
+    def gone(self) -> Device:
+        """What is kept of a departed device for the results. It holds no blocks and must stay small: many devices may
+        come and go."""
+        return Device(
+            self.credit_blocks,
+            self.memory_bytes,
+            self.round_trip_s,
+            NO_QUEUE,
+            NO_QUEUE,
+            {},
+            alive=False,
+            worked=self.worked,
+        )
+
+    def model_s(self, now_s: float) -> float:
+        """Its position in modelled time: as far behind as its latest answer was, but not beyond its next answer."""
+        if not self.in_flight:
+            return now_s
+        return min(now_s - self.late_s, next(iter(self.in_flight.values())) + self.round_trip_s)
+
+    def take(self, key: tuple[int, int], size_bytes: int, passage: Passage, now_s: float) -> float:
+        """Send it this block now. Returns the modelled seconds until its answer leaves."""
+        model_s = self.model_s(now_s)
+        self.in_flight_bytes += size_bytes
+        self.in_flight_s += passage[0] + passage[1] + passage[2]
+        self.in_flight[key] = through_s = self.free.send(passage, model_s)
+        return through_s - model_s
+
+    def land(self, key: tuple[int, int], size_bytes: int, passage: Passage, answered_s: float | None) -> None:
+        """Take this block off it: answered at `answered_s`, or ended without an answer (None)."""
+        self.in_flight_bytes -= size_bytes
+        self.in_flight_s -= passage[0] + passage[1] + passage[2]
+        through_s = self.in_flight.pop(key)
+        if not self.in_flight:
+            self.in_flight_s = self.late_s = 0.0
+            self.free.clear()
+        elif answered_s is not None:
+            self.late_s = answered_s - self.round_trip_s - through_s
+
+    def busy_s(self, now_s: float) -> tuple[float, float, float]:
+        """Modelled seconds for which its queues are busy with the blocks in flight."""
+        return self.free.left(self.model_s(now_s), self.in_flight_s) if self.in_flight else IDLE
+
+    def busy_with_all_s(self, now_s: float) -> tuple[float, float, float]:
+        """The same, including the blocks queued for it."""
+        return after(self.busy_s(now_s), self.waiting, len(self.urgent) + len(self.background))
+
+    def ends_s(self, now_s: float) -> float:
+        """Seconds until it returns its last block, if it stays as late as it is."""
+        return self.busy_with_all_s(now_s)[2] + self.round_trip_s + now_s - self.late_s - self.model_s(now_s)
+
+    def wants(self, passage: Passage, now_s: float) -> bool:
+        """Whether it may run dry before its next answer arrives, which is when this block would be sent otherwise."""
+        if not self.in_flight:
+            return True
+        model_s = self.model_s(now_s)
+        if self.free.up_s - model_s < AHEAD_S:
+            return True
+        answer_s = next(iter(self.in_flight.values())) - model_s
+        return self.free.dry_s(passage) - model_s < max(AHEAD_S, UNSURE * answer_s + self.round_trip_s + REACTION_S)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.in_flight or self.urgent or self.background)
+
+
+@dataclass(slots=True)
+class Turn:
+    """The outcome of one event."""
+
+    out: list[Instruction] = field(default_factory=list)
+    send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
+    cancel: CancelBlocks = field(default_factory=lambda: CancelBlocks([], [], []))
+    freed: dict[int, None] = field(default_factory=dict)  # devices with room for more, in order
+
+    def stop(self, device: int, job: int, block: int) -> None:
+        """Cancel this block on the device. If it has not been sent yet, only drop it from this turn's sends."""
+        for at in range(len(self.send.devices) - 1, -1, -1):
+            if (self.send.devices[at], self.send.jobs[at], self.send.blocks[at]) == (device, job, block):
+                for column in (self.send.devices, self.send.jobs, self.send.blocks):
+                    del column[at]
+                return
+        self.cancel.devices.append(device)
+        self.cancel.jobs.append(job)
+        self.cancel.blocks.append(block)
+
+
+def whole(shape: Shape) -> Integers:
+    """The rectangle that covers a product's whole output."""
+    return np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]])

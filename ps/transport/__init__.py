@@ -1,0 +1,1 @@
+"""The ZeroMQ shell around the scheduler: connections, operands out, answers in, records."""

@@ -1,0 +1,94 @@
+"""The check of complete products (`ps/verification/verifier.py`); most of it runs while the devices still work."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from ps.scheduling.events import JobChecked
+from ps.scheduling.state import CUT, DONE
+from ps.transport.jobs import Live, Totals
+from ps.verification.glance import Glance, Lot
+from ps.verification.sketch import Expectation
+from ps.verification.verifier import Findings, Verifier
+
+
+class Checking:
+    def __init__(
+        self,
+        jobs: Mapping[int, Live],
+        totals: Totals,
+        fleet: Callable[[], int] = lambda: 0,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`fleet`: returns how many devices are there now."""
+        self._jobs, self._totals, self._fleet, self._notice = jobs, totals, fleet, notice
+        self._secret = secrets.randbits(64)  # devices must not know how their blocks are checked
+        self._verifier = Verifier(secrets.randbits(64))
+        self._lot = Lot(secrets.randbelow)
+        self._doubted = False
+
+    def prepare(self, jobs: Iterable[int]) -> None:
+        begun = time.perf_counter()
+        for job in jobs:
+            if job in self._jobs and len(self._jobs[job].job.tiles):
+                self._glance(job)
+                self._draw(job)
+        self._totals.check_s += time.perf_counter() - begun
+
+    def check(self, job: int) -> JobChecked:
+        """Check this complete job; wrong blocks do not count."""
+        begun = time.perf_counter()
+        live = self._jobs[job]
+        product, record = live.product, live.job
+        self._totals.checked_blocks += record.state.count(DONE)
+        self._draw(job)
+        found, done = Findings(), np.empty(0, np.int64)
+        if live.expected is not None or self._glance(job).suspicious(product.out):
+            done = np.flatnonzero(np.array(record.state) == DONE)
+            found = self._verifier.check(
+                product.left.array,
+                product.right.array,
+                product.out,
+                record.tiles[done],
+                np.array(record.device)[done],
+                self._expected(job),
+                self._fleet(),
+                again=live.checked,
+            )
+            live.checked = True
+        if found.wrong:
+            cells = int(np.prod(record.tiles[done[found.wrong]][:, 1::2], axis=1).sum())
+            self._totals.wrong_blocks += len(found.wrong)
+            self._totals.blocks -= len(found.wrong)
+            self._totals.flops -= 2 * cells * product.shape.inner
+        if found.doubted and not self._doubted:  # once is enough
+            self._doubted = True
+            self._notice(f"the check of {product.name} accuses devices, but {found.doubted}. None is suspended for it")
+        self._totals.check_s += time.perf_counter() - begun
+        return JobChecked(job, done[found.wrong].tolist(), found.why)
+
+    def _draw(self, job: int) -> None:
+        """Decide at random, once per product, whether to sketch it."""
+        live = self._jobs[job]
+        if not live.drawn:
+            live.drawn = True
+            if self._lot.draw():
+                self._expected(job)
+
+    def _glance(self, job: int) -> Glance:
+        live = self._jobs[job]
+        if live.glance is None:
+            live.glance = Glance.of(live.product.left.array, live.product.right.array, (self._secret, job, 1))
+        return live.glance
+
+    def _expected(self, job: int) -> Expectation:
+        live = self._jobs[job]
+        tiles = live.job.tiles[np.array(live.job.state) != CUT]
+        if live.expected is None or not live.expected.fits(tiles):
+            left, right = live.product.left.array, live.product.right.array
+            live.expected = Expectation.of(left, right, tiles, (self._secret, job))
+        return live.expected

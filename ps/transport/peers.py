@@ -1,0 +1,124 @@
+"""A connection as the server sees it: what it holds, and what waits to be sent to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.protocol.arriving import NO_CONNECTION, Address, other_end
+from agent.protocol.wire import Frame
+from ps.access.allowance import Allowance
+from ps.transport.operands import Held, Parcel
+
+NO_DEVICE = 2**32 - 1  # no device has this number
+
+
+@dataclass(slots=True)
+class Peer:
+    """A phone, or a pod with many devices."""
+
+    identity: bytes
+    about: dict[str, str]
+    key: str = ""  # public key of an encrypted connection; empty: a plain one, from this machine
+    of_the_run: bool = False  # a pod started by this run: its stamps count, and it may bring many devices
+    line: int = 0  # the number of its connection; a message that came over another one is not its own
+    allowance: Allowance = field(default_factory=Allowance)  # what it may send, unless it is of the run
+    who: str = ""  # the device identity that its standing belongs to; empty: a pod of the run
+    silent_beats: int = 0  # our heartbeats since its last message
+    descriptor: int = NO_CONNECTION  # of its connection
+    other_end: Address | None = None  # its address there: the descriptor soon belongs to another connection
+    ids: list[int] = field(default_factory=list)  # of its devices, by their index in this connection
+    index: dict[int, int] = field(default_factory=dict)  # the inverse of ids
+    piece_ids: Iterator[int] = field(default_factory=itertools.count)
+    outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ did not take yet; bounded by credit
+    streams: deque[Iterator[list[Frame]]] = field(default_factory=deque)  # chunks, packed when the outbox is empty
+    _of_job: dict[int, tuple[Held, Held]] = field(default_factory=dict)
+    _kept: dict[int, Held] = field(default_factory=dict)  # by operand
+    _released: list[int] = field(default_factory=list)
+    _lent: dict[tuple[int, int], list[tuple[Held, int]]] = field(default_factory=dict)  # (job, block) -> its pieces
+    _borrowers: Counter[int] = field(default_factory=Counter)  # piece -> blocks that need it
+
+    def add(self, ids: Sequence[int]) -> None:
+        self.index.update(zip(ids, range(len(self.ids), len(self.ids) + len(ids)), strict=True))
+        self.ids += ids
+
+    def drop(self, device: int) -> None:
+        """It left, and its number goes to another device: messages of this connection about it refer to no device."""
+        if (index := self.index.pop(device, None)) is not None:
+            self.ids[index] = NO_DEVICE
+
+    @property
+    def stands(self) -> bool:
+        """Has its connection still the other end that has joined? If not, its name may be somebody else's by now."""
+        return self.descriptor == NO_CONNECTION or other_end(self.descriptor) == self.other_end
+
+    @property
+    def many(self) -> bool:
+        return len(self.ids) > 1
+
+    def held(self, job: int, operands: tuple[int, int], kept: int) -> tuple[Held, Held]:
+        """Where pieces of a job's left and right operand are found, and put. `kept`: see Job.kept in
+        ps/scheduling/state.py."""
+        mine = self._of_job.setdefault(job, (Held(), Held()))
+        left, right = (
+            self._kept.setdefault(operands[side], Held()) if kept >> side & 1 else mine[side] for side in (0, 1)
+        )
+        return left, right
+
+    def lend(self, job: int, held: tuple[Held, Held], kept: int, parcel: Parcel) -> None:
+        """A phone's memory is limited: a piece is released as soon as no block needs it. In a pod, many devices share
+        pieces, which stay until their job ends."""
+        if self.many:
+            return
+        for block, *pieces in parcel.blocks[["block", "left", "right"]].tolist():
+            mine = [(held[side], piece) for side, piece in enumerate(pieces) if not kept >> side & 1]
+            self._lent[job, block] = mine
+            self._borrowers.update(piece for _, piece in mine)
+
+    def answered(self, job: int, block: int) -> None:
+        for held, piece in self._lent.pop((job, block), ()):
+            self._borrowers[piece] -= 1
+            if not self._borrowers[piece]:
+                del self._borrowers[piece]
+                held.drop(piece)
+                self._released.append(piece)
+
+    def finished(self, job: int) -> None:
+        for held in self._of_job.pop(job, ()):
+            self._released += held.ids
+
+    def forget(self, operand: int) -> None:
+        if held := self._kept.pop(operand, None):
+            self._released += held.ids
+
+    def close(self) -> None:
+        """It is gone. Messages from it that are still unread refer to no device."""
+        self.outbox, self.streams = _NOTHING_MORE, _NOTHING_MORE
+        self.ids, self.index = [NO_DEVICE] * len(self.ids), {}
+
+    @property
+    def owes_release(self) -> bool:
+        return bool(self._released)
+
+    def take_released(self) -> NDArray[np.uint32]:
+        pieces, self._released = np.array(self._released, np.uint32), []
+        return pieces
+
+
+_NOTHING_MORE: deque[Any] = deque(maxlen=0)  # discards what is put there
+
+
+def missing_ones(labels: list[str]) -> str:
+    """Devices that have gone, as text for people; only some if there are many. A device that returned has its label
+    twice."""
+    names = list(dict.fromkeys(labels))
+    if not names:
+        return ""
+    others = f" and {len(names) - 3:,} others" if len(names) > 3 else ""
+    return f"; gone are {', '.join(names[:3])}{others}"

@@ -1,0 +1,120 @@
+"""What happened to every block, kept as columns: cheap during the run, joined into one table at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps.planning.planner import Integers, Shape
+
+
+@dataclass(slots=True)
+class Loss:
+    """Devices that were lost while they had blocks, and the times of the recovery."""
+
+    devices: list[int]
+    blocks: int
+    detected_ns: int
+    planned_ns: int  # its rectangles were cut again
+    sent_ns: int = 0  # they were sent
+    done_ns: int = 0  # they were done; 0: the run ended before
+
+
+class Records:
+    def __init__(self) -> None:
+        # as they came, but with the device's id; when received; when they left the device's process, 0 if it does not
+        # say
+        self._answers: list[tuple[NDArray[np.void], int, int]] = []
+        self.losses: dict[int, Loss] = {}
+        self._resending: list[Loss] = []
+        self._jobs: dict[int, tuple[str, int, int, Integers, NDArray[np.uint64]]] = {}
+
+    def answered(
+        self,
+        answers: NDArray[np.void],
+        ids: list[int],
+        received_ns: int,
+        counted: set[tuple[int, int, int]] | None = None,
+        left_ns: int = 0,
+        due_counts: bool = True,
+    ) -> None:
+        """The answers of one message from a connection with these devices. All of them count, or those whose (device,
+        job, block) is in `counted`. `due_counts`: they come from a pod of this run, which says when they were due."""
+        answers = answers.copy()  # the original holds the whole message
+        if not due_counts:
+            answers["due_ns"] = 0
+        answers["device"] = np.array(ids, np.uint32)[answers["device"]]
+        if counted is not None:
+            kept = []
+            for device, job, block in answers[["device", "job", "block"]].tolist():
+                key = (device, job, block)
+                kept.append(key in counted)
+                counted.discard(key)  # the same answer twice counts once
+            answers = answers[kept]
+        self.counted(answers, received_ns, left_ns)
+
+    def counted(self, answers: NDArray[np.void], received_ns: int, left_ns: int = 0) -> None:
+        """Answers that count, with device ids."""
+        self._answers.append((answers, received_ns, left_ns))
+
+    def lost(self, loss: int, devices: list[int], blocks: int, detected_ns: int, planned_ns: int) -> None:
+        self.losses[loss] = Loss(devices, blocks, detected_ns, planned_ns)
+        self._resending.append(self.losses[loss])
+
+    def sent_again(self, at_ns: int) -> None:
+        for loss in self._resending:
+            loss.sent_ns = at_ns
+        self._resending.clear()
+
+    def recovered(self, loss: int, at_ns: int) -> None:
+        self.losses[loss].done_ns = at_ns
+
+    def finished(
+        self, job: int, name: str, step: int, shape: Shape, tiles: Integers, sent_ns: NDArray[np.uint64]
+    ) -> None:
+        self._jobs[job] = (name, step, shape.inner, tiles, sent_ns)
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """One row per block, in order of arrival; times in seconds since the first block was sent."""
+        if not self._answers:
+            return {}
+        answers = np.concatenate([a for a, _, _ in self._answers])
+        lengths = [len(a) for a, _, _ in self._answers]
+        received_ns = np.repeat(np.array([at for _, at, _ in self._answers], np.uint64), lengths)
+        left_ns = np.repeat(np.array([at for _, _, at in self._answers], np.uint64), lengths)
+        known = np.isin(answers["job"], np.fromiter(self._jobs, np.uint64, len(self._jobs)))
+        answers, received_ns, left_ns = answers[known], received_ns[known], left_ns[known]
+        jobs, position = np.unique(answers["job"], return_inverse=True)
+        offset = np.cumsum([0] + [len(self._jobs[j][3]) for j in jobs.tolist()])
+        row = offset[position] + answers["block"]
+        tiles = np.concatenate([self._jobs[j][3] for j in jobs.tolist()])[row]
+        sent_ns = np.concatenate([self._jobs[j][4] for j in jobs.tolist()])[row]
+        start_ns = sent_ns.min()
+
+        def seconds(stamp: NDArray[np.uint64]) -> NDArray[np.float64]:
+            return (stamp.astype(np.int64) - np.int64(start_ns)) / 1e9
+
+        of_job = [self._jobs[j] for j in jobs.tolist()]
+        due_ns = answers["due_ns"]
+        return {
+            "step": np.array([j[1] for j in of_job], np.int32)[position],
+            "product": np.array([j[0] for j in of_job])[position],
+            "job": answers["job"].astype(np.int64),
+            "block": answers["block"].astype(np.int32),
+            "device": answers["device"].astype(np.int32),
+            "batch": tiles[:, 0].astype(np.int32),
+            "batches": tiles[:, 1].astype(np.int32),
+            "row": tiles[:, 2].astype(np.int32),
+            "rows": tiles[:, 3].astype(np.int32),
+            "column": tiles[:, 4].astype(np.int32),
+            "columns": tiles[:, 5].astype(np.int32),
+            "inner": np.array([j[2] for j in of_job], np.int32)[position],
+            "sent_s": seconds(sent_ns),
+            "due_s": np.where(due_ns > 0, seconds(due_ns), np.nan),
+            "left_s": np.where(left_ns > 0, seconds(left_ns), np.nan),
+            "received_s": seconds(received_ns),
+            "compute_s": answers["compute_s"].astype(np.float64),
+        }

@@ -1,0 +1,28 @@
+"""How long this thread has stood still: a stopped process, a host without time for it, a lock that was held for long.
+
+Answers that arrived meanwhile could not be read, so lateness is not the devices' fault. The dispatcher's clock leaves
+such times out: all that was under way keeps the time it had left. Counted is the time that neither intended waiting nor
+this thread's own work explains. Pure: the times come with every call.
+"""
+
+from __future__ import annotations
+
+SHORTEST_S = 0.25  # shorter hitches are covered by margins and grace; a stop of half a second and more is not
+
+
+class Standstill:
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._seen: tuple[float, float] | None = None
+
+    def look(self, wall_s: float, worked_s: float, waited_s: float = 0.0) -> float:
+        """How long the thread has stood still since the last look, by the host's clock and this thread's processor
+        time; `waited_s`: how much of that it may have waited for something to do."""
+        before, self._seen = self._seen, (wall_s, worked_s)
+        if before is None:
+            return 0.0
+        still_s = wall_s - before[0] - (worked_s - before[1]) - waited_s
+        if still_s < SHORTEST_S:
+            return 0.0
+        self.total_s += still_s
+        return still_s

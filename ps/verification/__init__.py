@@ -1,0 +1,1 @@
+"""Whether a product is right, and which device returned a wrong block."""

@@ -1,0 +1,1 @@
+"""Invitations and signed releases, made on the server."""

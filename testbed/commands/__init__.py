@@ -1,0 +1,1 @@
+"""The `cleave` command, one file per group of verbs."""

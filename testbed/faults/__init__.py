@@ -1,0 +1,1 @@
+"""Faults: injection into runs, chaos, fuzzing, pauses."""

@@ -1,0 +1,373 @@
+"""`make fuzz`: sends seeded nonsense to a real server, before and after admission; it must stay alive, correct and
+small.
+
+Seven kinds of callers, each message mutated from a valid one: bare TCP connections with noise and damaged handshakes;
+at the entrance, callers on this machine and encrypted ones; at the data endpoints, unknown keys, invited devices that
+have joined, devices of this machine with a ticket, and pods. Two hundred connections are open at the same time. One
+honest agent works beside them, and the server's products are checked. Bounded: loopback only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import zmq
+
+from agent.identity.invitation import parse_link
+from agent.identity.keys import Credentials, Curve, Keys, Password
+from agent.protocol.entrance import Knock, enter
+from agent.protocol.errors import UserError
+from agent.protocol.wire import Hello, Probe, Refused, WireError, Work, decode, encode
+from ps.access.book_file import AccessFile
+from ps.transport.roster import MOST_IDLE
+from testbed.access.inviting import new_invitation
+from testbed.faults.mutations import mutated, raw_bytes, valid_messages
+
+BATCH = 50  # mutated messages per connection; for an admitted one, the first invalid message is the last
+RAW_BATCH = 10  # bare connections
+OPEN = 200  # simultaneous connections
+ALIVE_EVERY = 20  # calls between checks that a well-behaved device is answered
+JOINS_OF_A_KEY = 15  # fewer than a server allows in a row
+# callers and their weights
+KINDS = {"raw": 10, "knocking": 10, "enrolling": 10, "stranger": 15, "invited": 25, "pod": 25, "ticket": 5}
+DOORS = ("plain", "data", "encrypted", "enrolment")
+PATIENCE_S = 30.0
+LOOKS = 100  # at the server's memory
+WARM_LOOKS = 10  # warm-up: the first tenth,
+WARM_MESSAGES = 50_000  # or this many, if more: by then 200 connections and 1,000 idle devices have been there
+# Flat: after the warm-up, resident memory never exceeds its level at that point by more than this. The server keeps
+# about 1 KiB per completed product and per enrolled key, and a million messages bring some hundreds of each. For
+# anything else this leaves about 2 bytes per message, or 100 per message that joins.
+FLAT_BYTES = 2 << 20
+AT_ONCE = OPEN + 50  # most devices these callers have there at once: each may need a number
+JUDGED_FROM = 100_000  # messages; with fewer, the allocator's first steps outweigh any leak
+
+
+@dataclass
+class Outcome:
+    seed: int
+    messages: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    blocks_to_strangers: int = 0
+    memory_bytes: list[int] = field(default_factory=list)  # of the server: at the start, and after each hundredth
+    server: dict[str, Any] = field(default_factory=dict)
+    tracebacks: int = 0
+    exit_code: int | None = None
+
+    @property
+    def warm_looks(self) -> int:
+        return max(WARM_LOOKS, LOOKS * WARM_MESSAGES // max(1, self.messages))
+
+    @property
+    def grown_bytes(self) -> int:
+        """Largest growth since the end of the warm-up."""
+        after = self.memory_bytes[self.warm_looks :]
+        return max(after) - after[0] if after else 0
+
+    @property
+    def is_flat(self) -> bool:
+        return self.grown_bytes <= FLAT_BYTES
+
+    @property
+    def kept_too_many(self) -> bool:
+        """Too many numbers of devices that are absent, have not worked, and are not among the latest to leave."""
+        kept = self.server.get("kept", {})
+        return bool(kept) and kept["numbers"] > kept["worked"] + MOST_IDLE + AT_ONCE
+
+    @property
+    def wrong(self) -> list[str]:
+        """Violations; empty if all is well."""
+        checks = {
+            "the server ended": self.exit_code != 0,
+            f"its thread failed: {self.server.get('error')}": bool(self.server.get("error")),
+            "a product was never complete": bool(self.server.get("waits")),
+            "a product was wrong": bool(self.server.get("wrong")),
+            "no product was complete": not self.server.get("products"),
+            f"{self.tracebacks} tracebacks were logged": bool(self.tracebacks),
+            f"{self.blocks_to_strangers} blocks went to strangers": bool(self.blocks_to_strangers),
+            f"its memory grew by {self.grown_bytes / 2**20:.1f} MiB": not self.is_flat and self.messages >= JUDGED_FROM,
+            f"it keeps too many devices: {self.server.get('kept')}": self.kept_too_many,
+        }
+        return [text for text, is_so in checks.items() if is_so]
+
+
+def fuzz(messages: int, seed: int, say: Callable[[str], None] = lambda text: None) -> Outcome:
+    outcome, rng, begun = Outcome(seed), random.Random(seed), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        log = stack.enter_context((Path(folder) / "log").open("w+"))
+        process, where = stack.enter_context(_server(Path(folder), log))
+        stack.enter_context(_honest_agent(where["plain"]))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        callers = _Callers(context, where, AccessFile(Path(folder) / "state"), outcome)
+        stack.callback(callers.close)
+        server = psutil.Process(process.pid)
+        outcome.memory_bytes.append(server.memory_info().rss)
+        for look in range(1, LOOKS + 1):
+            while outcome.messages < messages * look // LOOKS:
+                try:
+                    callers.call(rng)
+                except Unanswered as error:
+                    raise Unanswered(
+                        f"{error} after {outcome.messages:,} messages; it was at\n{_where(process, log)}"
+                    ) from None
+            outcome.memory_bytes.append(server.memory_info().rss)
+            if look % (LOOKS // 10) == 0:
+                seconds = time.monotonic() - begun
+                say(f"{outcome.messages:,} messages, {outcome.memory_bytes[-1] / 2**20:.1f} MiB, {seconds:.0f} s")
+        callers.close()
+        said, _ = process.communicate(timeout=2 * PATIENCE_S)
+        outcome.exit_code = process.returncode
+        outcome.server = json.loads(said)
+        log.seek(0)
+        outcome.tracebacks = log.read().count("Traceback (most recent call last)")
+    outcome.seconds = time.monotonic() - begun
+    return outcome
+
+
+class Unanswered(RuntimeError):
+    """The server is dead or seems so; the message says where its threads were."""
+
+
+def _where(process: subprocess.Popen[str], log: IO[str]) -> str:
+    process.send_signal(signal.SIGABRT)  # makes it dump its threads
+    process.wait()
+    log.seek(0)
+    return "".join(log.readlines()[-100:])
+
+
+class _Callers:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], where: dict[str, Any], access: AccessFile, outcome: Outcome
+    ) -> None:
+        self._context, self._where, self._access, self._outcome = context, where, access, outcome
+        self._recorded = _record_handshake(context, where)
+        self._keys, self._joins = Keys.new(), JOINS_OF_A_KEY
+        self._token = ""
+        self._open: deque[zmq.Socket[bytes] | socket.socket] = deque()
+        self._calls = 0
+
+    def call(self, rng: random.Random) -> None:
+        self._calls += 1
+        if self._calls % ALIVE_EVERY == 0:
+            self._check_alive()
+        kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
+        if kind == "raw":
+            self._raw(rng)
+            return
+        line = self._context.socket(zmq.DEALER)
+        line.setsockopt(zmq.LINGER, 0)
+        line.setsockopt(zmq.RECONNECT_IVL, -1)
+        line.setsockopt(zmq.SNDHWM, BATCH + 2)
+        self._keep(line)
+        match kind:
+            case "knocking":
+                line.connect(self._where["plain"])
+            case "enrolling":
+                Curve(self._where["key"], Keys.new()).apply(line)
+                line.connect(self._where["enrolment"])
+            case "stranger":
+                Curve(self._where["key"], Keys.new()).apply(line)
+                line.connect(self._where["encrypted"])
+            case "invited":
+                Curve(self._where["key"], self._invited()).apply(line)
+                line.connect(self._where["encrypted"])
+            case "pod":
+                Password(self._where["pass"]["password"]).apply(line)
+                line.connect(self._where["data"])
+            case "ticket":
+                where, credentials = self._entered()
+                credentials.apply(line)
+                line.connect(where)
+        self._session(line, kind, rng)
+        self._listen()
+
+    def _keep(self, line: zmq.Socket[bytes] | socket.socket) -> None:
+        """Many are open at the same time; the oldest is closed."""
+        self._open.append(line)
+        if len(self._open) > OPEN:
+            gone = self._open.popleft()
+            if isinstance(gone, zmq.Socket):
+                gone.close(linger=0)
+            else:
+                gone.close()
+
+    def _session(self, line: zmq.Socket[bytes], kind: str, rng: random.Random) -> None:
+        valid = valid_messages("x" * 22)
+        if kind in ("invited", "ticket", "pod"):
+            line.send_multipart(valid[0])  # it joins
+            self._outcome.sent["joins"] += 1
+        for _ in range(BATCH):
+            with contextlib.suppress(zmq.Again):
+                line.send_multipart(mutated(rng.choice(valid), rng) or [b""], zmq.NOBLOCK)
+            self._count(kind)
+
+    def _listen(self) -> None:
+        """Read what came over some of them."""
+        for line in list(self._open)[:: max(1, len(self._open) // 8)]:
+            if not isinstance(line, zmq.Socket):
+                continue
+            while line.poll(0):
+                with contextlib.suppress(WireError):
+                    message = decode(line.recv_multipart(copy=False))
+                    if isinstance(message, Work) and line.getsockopt(zmq.MECHANISM) == zmq.NULL:
+                        self._outcome.blocks_to_strangers += 1
+
+    def _check_alive(self) -> None:
+        """A well-behaved device gets in and is answered."""
+        where, credentials = self._entered()
+        with self._context.socket(zmq.DEALER) as line:
+            line.setsockopt(zmq.LINGER, 0)
+            credentials.apply(line)
+            line.connect(where)
+            line.send_multipart([bytes(frame) for frame in encode(Probe(1 << 40, 0, b""))])
+            if not line.poll(int(1000 * PATIENCE_S)):
+                raise Unanswered(f"the server did not answer within {PATIENCE_S:.0f} s")
+
+    def _entered(self) -> tuple[str, Credentials]:
+        try:
+            return enter(self._context, self._where["plain"], "fuzz")
+        except UserError as error:
+            raise Unanswered(str(error)) from None
+
+    def _raw(self, rng: random.Random) -> None:
+        for _ in range(RAW_BATCH):
+            host, _, port = self._where[rng.choice(DOORS)].removeprefix("tcp://").rpartition(":")
+            with contextlib.suppress(OSError):  # the server may be too busy
+                line = socket.create_connection((host, int(port)), 0.5)
+                self._keep(line)
+                line.settimeout(0.5)
+                line.sendall(raw_bytes(self._recorded, rng))
+            self._count("raw")
+
+    def _invited(self) -> Keys:
+        """The same keys for some sessions, then new ones, which are first enrolled with an invitation."""
+        if self._joins >= JOINS_OF_A_KEY:
+            self._keys, self._joins = Keys.new(), 0
+            if self._outcome.sent["keys"] % 100 == 0:
+                self._token = parse_link(new_invitation(self._access, 100, 3600.0, []).link).token
+            self._outcome.sent["keys"] += 1
+            self._enrol(Curve(self._where["key"], self._keys))
+        self._joins += 1
+        return self._keys
+
+    def _enrol(self, curve: Curve) -> None:
+        """As an agent does: retry what is refused only for the moment."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            knock = Knock(self._context, self._where["enrolment"], Hello("fuzz", self._token), curve)
+            try:
+                answer = knock.answer() if knock.socket.poll(int(1000 * PATIENCE_S)) else None
+            finally:
+                knock.close()
+            if isinstance(answer, Refused) and answer.final:
+                raise Unanswered(f"the entrance refused a key: {answer.reason}")
+            if isinstance(answer, tuple):
+                return
+        raise Unanswered(f"the entrance did not enrol a key within {PATIENCE_S:.0f} s")
+
+    def _count(self, kind: str) -> None:
+        self._outcome.messages += 1
+        self._outcome.sent[kind] += 1
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popleft().close()
+
+
+def _record_handshake(context: zmq.Context[zmq.Socket[bytes]], where: dict[str, Any]) -> bytes:
+    """The first bytes of an encrypting device: what it sends before it is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        device = context.socket(zmq.DEALER)
+        Curve(where["key"], Keys.new()).apply(device)
+        device.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        line, _ = listener.accept()
+        with line:
+            line.settimeout(PATIENCE_S)
+            line.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31))
+            recorded = b""
+            while len(recorded) < 64 + 202:
+                recorded += line.recv(4096)
+        device.close(linger=0)
+    return recorded
+
+
+@contextmanager
+def _server(folder: Path, log: IO[str]) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "testbed.faults.fuzz_server", str(folder / "state")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# it must not outlive us, however we end
+MORTAL_AGENT = """
+import runpy
+from emulator.pods.pod import die_with_parent
+die_with_parent()
+runpy.run_module("agent", run_name="__main__", alter_sys=True)
+"""
+
+
+@contextmanager
+def _honest_agent(address: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MORTAL_AGENT, "--ps", address, "--kernel", "numpy", "--name", "honest", "--once"],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m testbed.faults.fuzz", description=__doc__)
+    parser.add_argument("--messages", type=int, default=100_000, help="how many (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed sends the same (%(default)s)")
+    options = parser.parse_args()
+    try:
+        outcome = fuzz(options.messages, options.seed, say=lambda text: print(text, flush=True))
+    except Unanswered as error:
+        print(f"fuzz: {error}; seed {options.seed}", file=sys.stderr)
+        return 1
+    rate = outcome.messages / outcome.seconds
+    print(f"{outcome.messages:,} messages in {outcome.seconds:.0f} s, {rate:,.0f} a second: {dict(outcome.sent)}")
+    print(json.dumps(outcome.server, indent=1))
+    grown, warm = outcome.grown_bytes / 2**20, outcome.memory_bytes[min(outcome.warm_looks, LOOKS)] / 2**20
+    verdict = "flat" if outcome.is_flat else "NOT flat"
+    print(f"memory of the server: {verdict}; {warm:.1f} MiB after the warm-up, at most {grown:+.1f} MiB since")
+    for text in outcome.wrong:
+        print(f"fuzz: {text}; seed {options.seed}", file=sys.stderr)
+    return 1 if outcome.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

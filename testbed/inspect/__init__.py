@@ -1,0 +1,1 @@
+"""Looking at traces and kernel links."""

@@ -1,0 +1,1 @@
+"""Where pods run: processes or containers."""

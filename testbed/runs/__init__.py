@@ -1,0 +1,1 @@
+"""One run: scenario, fleet, training, verdict."""

@@ -1,0 +1,238 @@
+"""`cleave doctor`: what this host can do, what is used instead of the rest, and how many devices are honest on it.
+
+Facts come from a few harmless commands; kernel features are tried in a network namespace that ends with the command.
+The largest honest number of devices is found by short probes in real time (`testbed.runs.trial_step`): double or
+halve the scenario's number until the answer changes, then divide the interval; what is too many is so twice.
+Everything that touches the host is passed in.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from agent.protocol.units import format_size
+from emulator.model.fidelity import STRETCH_ALLOWED, Fidelity
+
+COMMAND_LIMIT_S = 5.0
+MOST_DEVICES = 65_536
+CLOSE = 1.15  # the interval is divided until its ends are this near
+# A run is longer than a probe, and never quite like it: what is called honest keeps within what is allowed.
+STRETCH_ENOUGH = 1.0 + 0.85 * (STRETCH_ALLOWED - 1.0)
+
+Try = Callable[[Sequence[str]], bool]
+Measure = Callable[[int], Fidelity]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    name: str
+    value: str
+    fine: bool = True
+    instead: str = ""  # what is used where it is missing, or what to do about it
+
+
+@dataclass(slots=True)
+class Honest:
+    """How many devices of a scenario this host emulates in real time."""
+
+    devices: int  # the largest number that was found honest; 0 if none was
+    too_many: int | None  # the least that was found too many; None if none was
+    asked: int  # by the scenario
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    scale: float = 1.0  # of the clock, for the number asked for
+    causes: list[str] = field(default_factory=list)  # what limits it
+
+
+# ---- facts
+
+
+def try_command(command: Sequence[str]) -> bool:
+    """Does it succeed? Nothing of it is shown."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def facts(attempt: Try = try_command, has: Callable[[str], str | None] = shutil.which) -> list[Fact]:
+    """What is there. A feature that needs a program which is missing counts as missing, and says so."""
+    memory = psutil.virtual_memory()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = math.inf if files[1] == resource.RLIM_INFINITY else files[1]
+    found = [
+        Fact("Python", platform.python_version()),
+        Fact("cores", str(os.cpu_count() or 1)),
+        Fact("memory", f"{format_size(memory.total)}, {format_size(memory.available)} free"),
+        Fact(
+            "open files",
+            f"{files[0]}, at most {hard:g}",
+            hard >= 4096,
+            "" if hard >= 4096 else "agents with a connection each are limited by this; pods need one a process",
+        ),
+        _package("torch", "", "nothing runs without it: make setup"),
+        _package("onnxruntime", "", "blocks are computed by NumPy"),
+        _docker(attempt, has),
+    ]
+    inside = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
+    spaces = bool(has("unshare")) and attempt(["unshare", "--map-root-user", "true"])
+    found.append(
+        Fact("user namespaces", "yes" if spaces else "no", spaces, "" if spaces else "kernel-shaped links need root")
+    )
+    user_space = 'is held in user space: modelled links (links.kind = "model")'
+    for name, program, command, instead in (
+        ("netem", "tc", "tc qdisc add dev lo root netem delay 1ms", f"latency {user_space}"),
+        ("htb", "tc", "tc qdisc add dev lo root htb", f"the rate of lines {user_space}"),
+        ("ifb", "ip", "ip link add probe type ifb", "shaping downwards at the server's side of a veth pair"),
+        ("veth", "ip", "ip link add probe0 type veth peer name probe1", f"every line {user_space}"),
+    ):
+        if not (has("unshare") and has(program)):
+            found.append(Fact(name, f"unknown: {program} or unshare is not installed", False, instead))
+            continue
+        there = attempt([*inside, "sh", "-c", command])
+        found.append(Fact(name, "yes" if there else "not in this kernel", there, "" if there else instead))
+    return found
+
+
+def _package(name: str, note: str, instead: str) -> Fact:
+    try:
+        return Fact(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Fact(name, "not installed", False, instead)
+
+
+def _docker(attempt: Try, has: Callable[[str], str | None]) -> Fact:
+    instead = "pods are processes of this machine"
+    if not has("docker"):
+        return Fact("Docker engine", "not installed", False, instead)
+    running = attempt(["docker", "version", "--format", "{{.Server.Version}}"])
+    return Fact("Docker engine", "running" if running else "not running", running, "" if running else instead)
+
+
+# ---- the largest honest number of devices
+
+
+def _worst(result: Fidelity) -> float:
+    return max(result.stretch, result.step_stretch or 1.0)
+
+
+def largest_honest(
+    asked: int,
+    measure: Measure,
+    limit_s: float,
+    tell: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Honest:
+    """By doubling or halving from the number asked for, then by bisection, within about so many seconds."""
+    found = Honest(0, None, asked)
+    begun, low, high = clock(), 0, math.inf
+
+    def honest(devices: int) -> bool:
+        result = measure(devices)
+        if _worst(result) > STRETCH_ENOUGH:  # somebody else's moment on this host must not count against it
+            result = min(result, measure(devices), key=_worst)
+        worst = _worst(result)
+        fine = worst <= STRETCH_ENOUGH
+        used = clock() - begun
+        probe = {"devices": devices, "honest": fine, "stretch": result.stretch, "step_stretch": result.step_stretch}
+        found.probes.append(probe | {"blocks": result.blocks, "late_p99_s": result.late_p99_s})
+        if devices == asked:
+            found.scale = 1.0 if fine else max(2.0, math.ceil((worst - 1) / (STRETCH_ENOUGH - 1)))
+        if not fine:
+            found.causes = result.causes or found.causes
+        tell(
+            f"{devices:,} devices: {'honest' if fine else 'too many'}, times {100 * (worst - 1):.1f}% too long, "
+            f"{result.blocks:,} blocks; at most {max(0.0, limit_s - used):.0f} s left"
+        )
+        return fine
+
+    devices = asked
+    while clock() - begun < limit_s or not found.probes:
+        if honest(devices):
+            low = max(low, devices)
+        else:
+            high = min(high, devices)
+        if low >= MOST_DEVICES or high <= 1:
+            break
+        if high == math.inf:
+            devices = min(2 * low, MOST_DEVICES)
+        elif low == 0:
+            devices = max(1, int(high) // 2)
+        elif high <= CLOSE * low or high - low <= 1:
+            break
+        else:
+            devices = round(math.sqrt(low * high))
+    found.devices, found.too_many = low, None if high == math.inf else int(high)
+    found.seconds = clock() - begun
+    return found
+
+
+# ---- what is printed
+
+
+def advice(found: Honest) -> list[str]:
+    """What to change when it is not enough."""
+    if found.devices >= found.asked:
+        if found.too_many is None:
+            return [f"no limit was found: up to {found.devices:,} devices the host keeps up"]
+        return []
+    return [
+        f"the scenario's {found.asked:,} devices are too many for real time on this host"
+        + (f": {'; '.join(found.causes)}" if found.causes else ""),
+        f"slow the clock down: --set clock.kind=scaled --set clock.scale={found.scale:g}",
+        "or let nobody wait: --set clock.kind=virtual (add --set clock.arithmetic=false for shapes only)",
+        "or lend less of each line (fleet.line_share), which makes steps longer and gives the host more time",
+        "or take a host with more cores: pods and server share them",
+    ]
+
+
+def as_json(found: Sequence[Fact], honest: Honest | None, scenario: str | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"host": [asdict(fact) for fact in found]}
+    if honest is not None:
+        told["scenario"] = scenario
+        told["honest"] = asdict(honest) | {"advice": advice(honest)}
+    return told
+
+
+def print_doctor(console: Console, found: Sequence[Fact], honest: Honest | None, scenario: str | None) -> None:
+    table = Table(title="this host", title_justify="left")
+    for heading in ("what", "", "instead"):
+        table.add_column(heading)
+    for fact in found:
+        colour = "green" if fact.fine else "yellow"
+        table.add_row(fact.name, f"[{colour}]{fact.value}[/{colour}]", fact.instead)
+    console.print(table)
+    if honest is None:
+        return
+    probes = Table(title=f"{scenario}: one step in real time", title_justify="left")
+    for heading in ("devices", "blocks", "blocks too long by", "steps too long by", "late, p99", ""):
+        probes.add_column(heading, justify="right")
+    for probe in sorted(honest.probes, key=lambda p: int(p["devices"])):
+        probes.add_row(
+            f"{probe['devices']:,}",
+            f"{probe['blocks']:,}",
+            f"{100 * (probe['stretch'] - 1):.1f}%",
+            "" if probe["step_stretch"] is None else f"{100 * (probe['step_stretch'] - 1):.1f}%",
+            f"{1e3 * probe['late_p99_s']:.1f} ms",
+            "honest" if probe["honest"] else "too many",
+        )
+    console.print(probes)
+    limit = "none was too many" if honest.too_many is None else f"{honest.too_many:,} are too many"
+    console.print(f"largest honest number of devices: {honest.devices:,} ({limit}); {honest.seconds:.0f} s of probes")
+    for line in advice(honest):
+        console.print(f"- {line}", soft_wrap=True)

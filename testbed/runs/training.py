@@ -1,0 +1,300 @@
+"""The training of a run: plain PyTorch for reference, then the same steps on a fleet; or the shapes of the steps alone.
+
+The same seeds, the same batches and the same loop train the model twice. Shapes alone is the same graph without values:
+products go through the same executor to the same fleet, everything else is free, and there is no loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from emulator.model.fidelity import HostLoad
+from ps.graph.capture import distribute
+from ps.graph.executor import Executor
+from ps.graph.models import build_model
+from ps.graph.products import recorded_step
+from ps.graph.trainer import Step, gradients, train
+from ps.planning.planner import Planner
+from testbed.faults.inject import Injector
+from testbed.launch.processes import links_of, models_of
+from testbed.results.fleet_at_work import Begun
+from testbed.runs import interrupts
+from testbed.runs.collecting import collecting_between_steps
+from testbed.runs.display import Display
+from testbed.runs.hosts import Host, Note
+from testbed.runs.load import Look, between, look
+from testbed.runs.scenario import Scenario
+from testbed.runs.watch import WaitedInVain
+from testbed.virtual.predict import Prediction, predict_step
+
+ENOUGH_TO_PART = 8  # devices: of fewer, to set one apart for weight gradients costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    steps: list[Step]
+    weights: list[torch.Tensor]
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    steps: list[Step]
+    weights: list[torch.Tensor]  # without values where there are only shapes
+    rows: list[dict[str, Any]]  # of steps.csv
+    predicted: Prediction | None
+    parameters: int
+    products: int  # a step
+    flops: int  # of all steps, by the captured graph
+    host_s: float  # real seconds of all steps
+    load: HostLoad
+    begun: Begun  # who was there then
+    stopped: str = ""  # why there are fewer steps than asked for
+
+
+@dataclass(slots=True)
+class Task:
+    """What is trained where."""
+
+    scenario: Scenario
+    config: Any
+    data: list[torch.Tensor]
+    host: Host
+    planner: Planner
+    injector: Injector
+    display: Display
+    note: Note
+    local: float  # device seconds that a second of the server's own work takes
+    begun: float = 0.0  # real time
+    done: list[Step] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def now_s(self) -> float:
+        return self.host.clock.now_ns() / 1e9
+
+    def before_step(self, executor: Executor, number: int) -> None:
+        interrupts.check()
+        gc.collect()  # between steps, see `collecting_between_steps`
+        if self.host.watch is not None and self.host.watch.error is not None:
+            raise self.host.watch.error
+        if self.injector.error is not None:
+            raise self.injector.error
+        executor.step = number
+        executor.weights_changed()
+
+    def after_step(self, step: Step) -> None:
+        self.done.append(step)
+        server, totals, count = self.host.server, self.host.server.totals, self.scenario.training.steps
+        blocks = totals.blocks - sum(row["blocks"] for row in self.rows)
+        loss = None if math.isnan(step.loss) else step.loss
+        real = len(server.attendance.present)
+        row = {
+            "step": step.number,
+            "loss": loss,
+            "seconds": step.seconds,
+            "devices": server.devices,
+            "real_devices": real,
+            "blocks": blocks,
+            "bytes_down": totals.operand_bytes - sum(row["bytes_down"] for row in self.rows),
+        }
+        self.rows.append(row)
+        told = f"loss {step.loss:.4f}" if self.scenario.clock.arithmetic else "no loss, shapes only"
+        devices = f"{server.devices:,} devices" + (f", {real} of them real" if real else "")
+        left_s = (time.monotonic() - self.begun) / step.number * (count - step.number)
+        self.display.say(
+            f"step {step.number} of {count}: {told}, {step.seconds:.2f} s, "
+            f"{blocks:,} blocks, {devices}; {left_s:.0f} s left"
+        )
+        self.note("step", **row)
+
+    def predicted(self, executor: Executor, step: Callable[[], object], arithmetic: bool) -> Prediction | None:
+        if self.scenario.links.kind == "off":
+            return None
+        server = self.host.server
+        with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
+            real = server.attendance.real  # whatever they call themselves, they are none of the fleet
+            labels = ["" if device in real else label for device, label in enumerate(server.labels)]
+            links, models = links_of(self.host.fleet, labels), models_of(self.host.fleet, labels)
+            told = predict_step(
+                executor,
+                step,
+                server.profiles,
+                self.planner,
+                server.absent,
+                links,
+                models,
+                self.local,
+                arithmetic,
+                self.scenario.training.steps,
+            )
+        self.display.say(f"a step should take {told.seconds:.2f} s (modelled)")
+        self.note("predicted", step_s=told.seconds)
+        return told
+
+    def _look(self) -> Look:
+        return look([os.getpid(), *self.host.pods.pids], self.host.server.totals, time.monotonic())
+
+    def carry_out(
+        self,
+        executor: Executor,
+        weights: list[torch.Tensor],
+        flops_per_step: int,
+        predicted: Prediction | None,
+        train: Callable[[], list[Step]],
+    ) -> Trained:
+        server, count = self.host.server, self.scenario.training.steps
+        self.begun = time.monotonic()
+        server.attendance.mark()
+        if self.host.watch is not None:
+            self.host.watch.stood_still_s.clear()  # what counts is the steps
+        begun, stopped = Begun.of(server.attendance, len(server.suspended), len(self.host.pods.deaths)), ""
+        with (
+            self.display.phase(
+                "training",
+                lambda: min(1.0, server.totals.flops / (flops_per_step * count)),
+                lambda: self._status(),
+            ),
+            self.host.injecting(self.injector) if self.scenario.faults or self.scenario.churn else nullcontext(),
+            collecting_between_steps(),
+        ):
+            before = self._look()
+            try:
+                steps = train()
+            except WaitedInVain as error:
+                steps, stopped = list(self.done), f"stopped after step {len(self.done)} of {count}: {error}"
+                self.display.say(stopped)
+                self.note("stopped", reason=str(error))
+            load = between(before, self._look(), server.totals.longest_turn_s)
+        host_s = time.monotonic() - self.begun
+        products = executor.spent.products // max(1, len(steps))
+        return Trained(
+            steps,
+            weights,
+            self.rows,
+            predicted,
+            parameters=sum(weight.numel() for weight in weights),
+            products=products,
+            flops=flops_per_step * count,
+            host_s=host_s,
+            load=load,
+            begun=begun,
+            stopped=stopped,
+        )
+
+    def _status(self) -> str:
+        server, watch = self.host.server, self.host.watch
+        devices = (watch.told if watch is not None else "") or f"{server.devices:,} devices"
+        return f"step {len(self.done) + 1}, {server.totals.blocks:,} blocks, {devices}"
+
+
+def _model(scenario: Scenario, config: Any) -> torch.nn.Module:
+    torch.manual_seed(scenario.seed)
+    model: torch.nn.Module = build_model(config)
+    return model
+
+
+def _settings(scenario: Scenario) -> dict[str, Any]:
+    training = scenario.training
+    return {
+        "seed": scenario.seed,
+        "learning_rate": training.learning_rate,
+        "weight_decay": training.weight_decay,
+        "micro_batches": training.micro_batches,
+    }
+
+
+def reference(scenario: Scenario, config: Any, data: list[torch.Tensor], display: Display) -> Reference:
+    """Plain PyTorch, its FLOPs counted by PyTorch's own counter."""
+    model = _model(scenario, config)
+    done: list[Step] = []
+    counter = FlopCounterMode(display=False)
+    with (
+        display.phase("plain PyTorch, for reference", lambda: len(done) / len(data), lambda: f"step {len(done)}"),
+        counter,
+    ):
+        steps = train(
+            model,
+            model,
+            data,
+            before_step=lambda number: interrupts.check(),
+            after_step=done.append,
+            **_settings(scenario),
+        )
+    display.say(f"plain PyTorch: loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}, {len(steps)} steps")
+    return Reference(steps, [p.detach() for p in model.parameters()], counter.get_total_flops())
+
+
+def begins_early(scenario: Scenario) -> bool:
+    """Whether weight gradients are begun beside the rest."""
+    return scenario.planner.kind == "packed" and scenario.fleet.devices >= ENOUGH_TO_PART
+
+
+def distributed(task: Task) -> Trained:
+    scenario, data = task.scenario, task.data
+    model = _model(scenario, task.config)
+    executor = Executor(task.host.server, early=begins_early(scenario))
+    forward = distribute(model, executor.run)
+    micro_batches = scenario.training.micro_batches
+    if scenario.planner.keep:
+        executor.keep(model.parameters(), uses=micro_batches)
+
+    def rehearsal() -> None:
+        gradients(forward, data[0], micro_batches)
+        model.zero_grad()
+
+    with task.display.phase("capturing the step", lambda: 0.0, lambda: "torch.compile"):
+        flops_per_step = executor.rehearse(rehearsal)
+    predicted = task.predicted(executor, rehearsal, arithmetic=True)
+    return task.carry_out(
+        executor,
+        [p.detach() for p in model.parameters()],
+        flops_per_step,
+        predicted,
+        lambda: train(
+            model,
+            forward,
+            data,
+            now_s=task.now_s,
+            before_step=lambda number: task.before_step(executor, number),
+            after_step=task.after_step,
+            **_settings(scenario),
+        ),
+    )
+
+
+def shapes_only(task: Task) -> Trained:
+    scenario = task.scenario
+    micro_batches = scenario.training.micro_batches
+    with task.display.phase("capturing the step", lambda: 0.0, lambda: "shapes only"):
+        graphs, parameters = recorded_step(
+            task.config, scenario.data.batch // micro_batches, scenario.data.sequence, micro_batches
+        )
+    executor = Executor(task.host.server, early=begins_early(scenario))
+    if scenario.planner.keep:
+        executor.keep(parameters, uses=micro_batches)
+
+    def step() -> None:
+        for program, values in graphs:
+            executor.run(program, list(values))
+
+    def steps() -> list[Step]:
+        for number in range(1, scenario.training.steps + 1):
+            task.before_step(executor, number)
+            begun_s = task.now_s()
+            step()
+            task.after_step(Step(number, math.nan, task.now_s() - begun_s))
+        return task.done
+
+    flops_per_step = executor.rehearse(step)
+    predicted = task.predicted(executor, step, arithmetic=False)
+    return task.carry_out(executor, parameters, flops_per_step, predicted, steps)

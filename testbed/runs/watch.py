@@ -1,0 +1,137 @@
+"""What is looked at while a run goes on: its pods, its wait for devices, whether this process stood still.
+
+One thread. Pods that have ended are started again by it, so it lives until the last pod is gone: Linux ends a child
+with the thread that has started it. A wait for devices has an end (`training.wait_for_devices`): then the training
+thread is told so, and the run keeps what there is. An interrupt that foreign code has swallowed is raised again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from agent.protocol.errors import Failure
+from agent.protocol.units import format_duration
+from ps.transport.jobs import Totals
+from testbed.runs import interrupts
+
+EVERY_S = 0.25
+STOOD_STILL_S = 0.7  # a look that comes so much later says that nothing ran here; hitches of a busy host are shorter
+SWALLOWED_S = 2.0  # an interrupt is heard within a turn of `Server.collect`, 0.5 s; after this long it was swallowed
+
+
+class WaitedInVain(Failure):
+    """No device came that could go on, for as long as the scenario waits."""
+
+
+class Watched(Protocol):
+    """What the watch needs of a server."""
+
+    totals: Totals
+
+    @property
+    def devices(self) -> int: ...
+    @property
+    def waiting(self) -> str:
+        """For what; empty while a device can go on."""
+        ...
+
+    def give_up(self, error: BaseException) -> None:
+        """Whoever waits for products gets this."""
+        ...
+
+
+class Patience:
+    """How long nothing has been done for want of a device. Pure: the time comes with every call."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._blocks = -1
+        self._since_s: float | None = None
+
+    def look(self, now_s: float, blocks: int, waiting: bool) -> None:
+        if blocks != self._blocks or not waiting:
+            self._blocks, self._since_s = blocks, None
+        if waiting and self._since_s is None:
+            self._since_s = now_s
+
+    def stood_still(self, seconds: float) -> None:
+        """Nothing ran here for so long: a device may have come meanwhile."""
+        if self._since_s is not None:
+            self._since_s += seconds
+
+    def waited_s(self, now_s: float) -> float:
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
+    def over(self, now_s: float) -> bool:
+        return self.waited_s(now_s) > self.limit_s
+
+
+class Watch:
+    def __init__(self, server: Watched, wait_s: float, notice: Callable[[str], None]) -> None:
+        """`wait_s`: for a device that can go on, at most."""
+        self._server, self._notice = server, notice
+        self._patience = Patience(wait_s)
+        self._look_after: Callable[[], list[str]] | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self.stood_still_s: list[float] = []  # each time that this process did nothing at all
+        self.error: BaseException | None = None
+
+    def begin(self, look_after: Callable[[], list[str]]) -> None:
+        """All devices have joined: from now on pods are looked after."""
+        self._look_after = look_after
+
+    def rest(self) -> None:
+        """The run is over: who ends now does so rightly."""
+        self._look_after = None
+
+    @property
+    def told(self) -> str:
+        """For the display, if the run waits for devices."""
+        waited_s = self._patience.waited_s(time.monotonic())
+        if waited_s < 1.0:
+            return ""
+        return f"waits for a device, {waited_s:.0f} s of at most {format_duration(self._patience.limit_s)}"
+
+    def _run(self) -> None:
+        last_s = time.monotonic()
+        while not self._end.wait(EVERY_S):
+            now_s = time.monotonic()
+            if now_s - last_s > EVERY_S + STOOD_STILL_S:
+                self.stood_still_s.append(now_s - last_s - EVERY_S)
+                self._patience.stood_still(self.stood_still_s[-1])
+            try:
+                self._look(now_s)
+            except BaseException as error:
+                self.error = error
+                self._server.give_up(error)
+                self._end.wait()  # pods end with this thread
+            last_s = time.monotonic()  # what looking took is no standstill
+
+    def _look(self, now_s: float) -> None:
+        if (look_after := self._look_after) is None:
+            return
+        for text in look_after():
+            self._notice(text)
+        if (since_s := interrupts.asked_s()) is not None and now_s - since_s > SWALLOWED_S:
+            self._server.give_up(KeyboardInterrupt())
+        waiting = self._server.waiting or ("no device is there" if not self._server.devices else "")
+        self._patience.look(now_s, self._server.totals.blocks, bool(waiting))
+        if self._patience.over(now_s):
+            self._server.give_up(
+                WaitedInVain(
+                    f"no device that could go on came within {format_duration(self._patience.limit_s)} ({waiting}); "
+                    "to wait longer: --set training.wait_for_devices='1 h'"
+                )
+            )
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(10.0)

@@ -1,0 +1,1 @@
+"""Real devices beside their emulated twins: calibration and comparison."""

@@ -1,0 +1,1 @@
+"""The scheduler in virtual time: runs, prediction, planning, recovery."""

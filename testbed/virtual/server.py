@@ -1,0 +1,394 @@
+"""A run in virtual time: stands in for `ps.transport.server` and the pods, without sockets, processes or waiting.
+
+The real dispatcher and planner decide; the model of the emulated devices says when answers come; the clock jumps from
+event to event. Every block goes through the dispatcher and is recorded as on the other clocks.
+
+The server's own work takes no time here (packing, sockets, planning, what PyTorch computes between products), so that a
+run depends only on its scenario. A product's value is computed at once when it is submitted, or not at all
+(`arithmetic`). Verification finds every answer of a device that was told to lie.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.protocol.clock import VirtualClock
+from agent.protocol.connection import SILENT_AFTER
+from agent.protocol.errors import Failure
+from agent.protocol.units import format_duration
+from agent.protocol.wire import ANSWER, DONE
+from emulator.model.device import Devices
+from emulator.model.link import Links
+from emulator.model.performance import Models
+from ps.planning.planner import Level, Planner
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import (
+    AcceptBlocks,
+    BlocksLost,
+    BlocksRecovered,
+    BlocksReturned,
+    CheckJob,
+    DevicesJoined,
+    DevicesLeft,
+    Event,
+    JobChecked,
+    JobFinished,
+    JobsSubmitted,
+    JobWaits,
+    NameStragglers,
+    OperandsForgotten,
+    SendBlocks,
+    Submission,
+    SuspendDevice,
+    TimePassed,
+)
+from ps.scheduling.state import DONE as DONE_BLOCK
+from ps.scheduling.state import REACTION_S
+from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance
+from ps.transport.jobs import Live, Product, Totals
+from ps.transport.notices import stragglers_named
+from ps.transport.operands import Operand
+from ps.transport.records import Records
+from ps.transport.server import HEARTBEAT_S
+from testbed.runs.watch import WaitedInVain
+from testbed.virtual.modelled import schedule
+
+if TYPE_CHECKING:
+    from testbed.faults.inject import Injector
+
+TOGETHER_S = 0.0005  # answers this close together are one event, as in a pod
+NOTICED_AFTER_S = SILENT_AFTER * HEARTBEAT_S  # silence after which a device is declared dead
+FOREVER = float("inf")
+
+Answer = tuple[float, int, int, int, int, int, float]  # due, sequence, device, job, block, cells, computing seconds
+
+
+class VirtualServer:
+    def __init__(
+        self,
+        profiles: NDArray[np.void],
+        labels: Sequence[str],
+        planner: Planner,
+        absent: Iterable[int] = (),
+        arithmetic: bool = True,
+        clock: VirtualClock | None = None,
+        links: Links | None = None,
+        models: Models | None = None,
+        wait_s: float = FOREVER,
+    ) -> None:
+        """`absent` devices of the fleet are away at first. `links`, `models`: see emulator.model.device.Devices."""
+        self.clock = clock or VirtualClock()
+        self.totals, self.records = Totals(), Records()
+        self.labels: list[str] = []  # per device, by id; a returning device gets a new id
+        self.suspended: dict[int, str] = {}
+        self._barred: set[str] = set()  # names of suspended devices
+        self.attendance = Attendance()  # no device here is real
+        self.notice: Callable[[str], None] = lambda text: None
+        self._profiles, self._names = profiles, list(labels)
+        self._devices = Devices(profiles, links, models)
+        self._dispatcher = Dispatcher(planner, verify=True)
+        self._arithmetic = arithmetic
+        self._fleet_of = np.empty(0, np.int64)  # by id: device of the fleet
+        self._id_of: dict[int, int] = {}  # device of the fleet -> id, for present devices
+        self._answering: list[bool] = []  # by id
+        self._jobs: dict[int, Live] = {}
+        self._ids, self._sequence = itertools.count(), itertools.count()
+        self._answers: list[Answer] = []  # heap
+        self._held_up: set[int] = set()  # sequence numbers of answers already delayed by downloads
+        self._silent: list[tuple[float, int]] = []  # heap: when it is noticed, id
+        self._thawing: list[tuple[float, int]] = []  # heap: when, device of the fleet
+        self._frozen_until_s = np.zeros(len(profiles))
+        self._liars: set[int] = set()  # devices of the fleet
+        self._mute: set[int] = set()  # devices of the fleet that never answer
+        self._lies: dict[int, set[int]] = {}  # job -> blocks returned by a lying device
+        self._looked_s = -FOREVER
+        self._injector: Injector | None = None
+        self._begun_s = 0.0
+        self._waits = ""  # why a job cannot go on
+        self._wait_s = wait_s
+        self._silent_since_s = FOREVER  # since when no device answers
+        away = set(absent)
+        self.join([device for device in range(len(profiles)) if device not in away])
+
+    # ---- the fleet
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that are present and take work."""
+        return sum(record.alive for record in self._dispatcher.devices)
+
+    @property
+    def present(self) -> list[int]:
+        return sorted(self._id_of)
+
+    @property
+    def profiles(self) -> NDArray[np.void]:
+        """Of every device that ever joined, by id."""
+        return self._dispatcher.profiles
+
+    @property
+    def absent(self) -> list[int]:
+        """Ids that are gone."""
+        return [number for number, record in enumerate(self._dispatcher.devices) if not record.alive]
+
+    @property
+    def late_blocks_helped(self) -> int:
+        return self._dispatcher.rescues.begun
+
+    def is_present(self, device: int) -> bool:
+        return device in self._id_of
+
+    def join(self, devices: Sequence[int]) -> None:
+        """These devices of the fleet join; none of them may be present. A suspended device does not come back."""
+        devices = [device for device in devices if self._names[device] not in self._barred]
+        if not devices:
+            return
+        first = len(self._fleet_of)
+        self._devices.forget(list(devices))
+        self._frozen_until_s[list(devices)] = 0.0
+        self._fleet_of = np.concatenate([self._fleet_of, np.array(devices, np.int64)])
+        self._id_of |= dict(zip(devices, itertools.count(first), strict=False))
+        self._answering += [True] * len(devices)
+        self.labels += [self._names[device] for device in devices]
+        self._waits = ""
+        self._handle(DevicesJoined(first, self._profiles[list(devices)]))
+
+    def leave(self, devices: Sequence[int]) -> None:
+        self._handle(DevicesLeft(self._dismissed(devices)))
+
+    def vanish(self, devices: Sequence[int]) -> None:
+        """Silent from now on; noticed when a server with one connection per device would notice."""
+        for number in self._dismissed(devices):
+            heapq.heappush(self._silent, (self.clock.now_s + NOTICED_AFTER_S, number))
+
+    def _dismissed(self, devices: Sequence[int]) -> list[int]:
+        gone = [self._id_of.pop(device) for device in devices]
+        for number in gone:
+            self._answering[number] = False
+        self.attendance.departed[LEFT] += len(gone)
+        return gone
+
+    def lose(self, devices: Sequence[int], reason: str) -> None:
+        """Their connection is gone."""
+        self.totals.lost_devices += len(devices)
+        self.notice(f"lost {len(devices)} devices ({reason}): their blocks go to the others")
+        self.leave(devices)
+        self.attendance.departed[LEFT] -= len(devices)
+        self.attendance.departed[LOST] += len(devices)
+
+    def freeze(self, devices: Sequence[int], seconds: float) -> None:
+        """Freeze their work in hand too: none of it is due before they thaw. After a long freeze their connection is
+        gone, and they join as new devices."""
+        until_s = self.clock.now_s + seconds
+        if seconds > NOTICED_AFTER_S:
+            self.vanish(devices)
+            for device in devices:
+                heapq.heappush(self._thawing, (until_s, device))
+            return
+        self._frozen_until_s[list(devices)] = until_s
+        frozen = {self._id_of[device] for device in devices}
+        self._answers = [
+            (max(answer[0], until_s), *answer[1:]) if answer[2] in frozen else answer for answer in self._answers
+        ]
+        heapq.heapify(self._answers)
+
+    def slow(self, devices: Sequence[int], factor: float) -> None:
+        self._devices.slow(list(devices), factor)
+
+    def mute(self, devices: Sequence[int]) -> None:
+        """They stay connected but answer nothing from now on, not even their work in hand."""
+        self._mute.update(devices)
+
+    def lie(self, devices: Sequence[int]) -> None:
+        self._liars.update(devices)
+
+    # ---- for the executor
+
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
+        numbered = {next(self._ids): product for product in products}
+        if self._arithmetic:
+            for product in products:
+                np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
+        new = [Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]
+        instructions = self._dispatcher.handle(JobsSubmitted(new, ahead), self.clock.now_s)
+        for job, product in numbered.items():
+            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
+        self._carry_out(instructions)
+
+    def forget(self, operands: Sequence[Operand]) -> None:
+        self._handle(OperandsForgotten([operand.id for operand in operands]))
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
+        """Let time pass until products have reported."""
+        while done.empty():
+            self._next_event()
+        return [done.get() for _ in range(done.qsize())]
+
+    # ---- time
+
+    @contextmanager
+    def injecting(self, injector: Injector) -> Iterator[None]:
+        """Faults and churn happen at their virtual times, counted from now."""
+        self._begun_s = self.clock.now_s
+        injector.begin(self.clock.now_ns())
+        self._injector = injector
+        try:
+            yield
+        finally:
+            injector.tick(self.clock.now_s - self._begun_s)
+            self._injector = None
+
+    def _next_event(self) -> None:
+        """Process the earliest event."""
+        answer_s = self._answers[0][0] if self._answers else FOREVER
+        silent_s = self._silent[0][0] if self._silent else FOREVER
+        thaw_s = self._thawing[0][0] if self._thawing else FOREVER
+        inject_s = FOREVER if self._injector is None else self._begun_s + self._injector.next_s
+        look_s = max(self._looked_s + REACTION_S, self._dispatcher.deadlines.next_s)
+        now_s = min(answer_s, silent_s, thaw_s, inject_s, look_s)
+        if now_s > self._silent_since_s + self._wait_s:
+            raise WaitedInVain(
+                f"no device has answered for {format_duration(self._wait_s)}; to wait longer: "
+                "--set training.wait_for_devices='1 h'"
+            )
+        if now_s == FOREVER:
+            raise Failure(f"the fleet cannot do this step: {self._waits or 'nothing more will happen'}")
+        self.clock.jump(now_s)
+        if inject_s <= now_s:
+            assert self._injector is not None
+            self._injector.tick(self._injector.next_s)
+        elif silent_s <= now_s:
+            self._handle(DevicesLeft([heapq.heappop(self._silent)[1]]))
+        elif thaw_s <= now_s:
+            device = heapq.heappop(self._thawing)[1]
+            if not self.is_present(device):
+                self.join([device])
+        elif answer_s <= now_s:
+            self._take_answers()
+        else:
+            self._looked_s = self.clock.now_s
+            self._handle(TimePassed())
+
+    def _take_answers(self) -> None:
+        """Take answers that come together as one event; none counts before it has come."""
+        answers, until_s = self._answers, self._answers[0][0] + TOGETHER_S
+        batch = []
+        while answers and answers[0][0] <= until_s:
+            answer = heapq.heappop(answers)
+            if self._mute and int(self._fleet_of[answer[2]]) in self._mute:
+                continue
+            if self._answering[answer[2]] and not self._holds_up(answer):
+                batch.append(answer)
+        if not batch:
+            return
+        self.clock.jump(batch[-1][0])
+        _, _, devices, jobs, blocks, _, _ = zip(*batch, strict=True)
+        self._handle(BlocksReturned(list(devices), list(jobs), list(blocks)), batch)
+
+    def _holds_up(self, answer: Answer) -> bool:
+        """Downloads may delay an answer, which is known only once it is due: then it is queued again."""
+        if not self._devices.may_hold_up:
+            return False
+        due_s, sequence, device = answer[:3]
+        if sequence in self._held_up:
+            self._held_up.discard(sequence)
+            return False
+        later_s = self._devices.held_up(int(self._fleet_of[device]), due_s)
+        if later_s <= due_s:
+            return False
+        self._held_up.add(sequence)
+        heapq.heappush(self._answers, (later_s, *answer[1:]))
+        return True
+
+    # ---- instructions
+
+    def _handle(self, event: Event, answers: Sequence[Answer] = ()) -> None:
+        self._carry_out(self._dispatcher.handle(event, self.clock.now_s), answers)
+
+    def _carry_out(self, instructions: Sequence[Any], answers: Sequence[Answer] = ()) -> None:
+        now_ns = self.clock.now_ns()
+        for instruction in instructions:
+            match instruction:
+                case SendBlocks():
+                    self._send(instruction, now_ns)
+                case AcceptBlocks(positions=positions):
+                    self._accept([answers[position] for position in positions], now_ns)
+                case JobFinished(job=job):
+                    self._finish(job)
+                case CheckJob(job=job):
+                    self._check(job)
+                case JobWaits(reason=reason):
+                    if not self._waits:
+                        self.notice(f"waiting for a device that can go on: {reason}")
+                    self._waits = reason
+                case SuspendDevice(device=device, reason=reason):
+                    self.notice(f"suspended {self.labels[device]}: {reason}")
+                    self.suspended[device] = reason
+                    self.attendance.departed[SUSPENDED] += 1
+                    self._barred.add(self.labels[device])
+                case NameStragglers(alone=alone):
+                    if alone:
+                        self._silent_since_s = min(self._silent_since_s, self.clock.now_s)
+                    self.notice(stragglers_named(instruction, self.labels))
+                case BlocksLost(loss=loss, devices=devices, blocks=blocks):
+                    self.records.lost(loss, devices, blocks, now_ns, now_ns)
+                case BlocksRecovered(loss=loss):
+                    self.records.recovered(loss, now_ns)
+        self.records.sent_again(now_ns)
+
+    def _send(self, blocks: SendBlocks, now_ns: int) -> None:
+        rows = self._fleet_of[blocks.devices]
+        made = schedule(self._devices, rows, self._dispatcher.jobs, blocks, self.clock.now_s)
+        due_s = np.maximum(made.due_s, self._frozen_until_s[rows]).tolist()
+        self.totals.operand_bytes += int(made.down_bytes.sum())
+        for job, block in zip(blocks.jobs, blocks.blocks, strict=True):
+            self._jobs[job].sent(block, now_ns)
+        entries = zip(
+            due_s,
+            self._sequence,
+            blocks.devices,
+            blocks.jobs,
+            blocks.blocks,
+            made.cells.tolist(),
+            made.compute_s.tolist(),
+            strict=False,  # the sequence is endless
+        )
+        for entry in entries:
+            heapq.heappush(self._answers, entry)
+
+    def _accept(self, answers: Sequence[Answer], now_ns: int) -> None:
+        rows = []
+        for due_s, _, device, job, block, cells, compute_s in answers:
+            self.totals.flops += 2 * cells * self._jobs[job].product.shape.inner
+            self.totals.result_bytes += 4 * cells
+            rows.append((device, job, block, DONE, cells, compute_s, round(due_s * 1e9)))
+            if self._liars and int(self._fleet_of[device]) in self._liars:
+                self._lies.setdefault(job, set()).add(block)
+        self._silent_since_s = FOREVER
+        self.totals.blocks += len(rows)
+        self.records.counted(np.array(rows, ANSWER), now_ns, now_ns)
+
+    def _check(self, job: int) -> None:
+        record = self._jobs[job].job
+        wrong = sorted(block for block in self._lies.pop(job, ()) if record.state[block] == DONE_BLOCK)
+        self.totals.checked_blocks += record.state.count(DONE_BLOCK)
+        if wrong:  # they do not count
+            cells = int(np.prod(record.tiles[wrong][:, 1::2], axis=1).sum())
+            self.totals.wrong_blocks += len(wrong)
+            self.totals.blocks -= len(wrong)
+            self.totals.flops -= 2 * cells * self._jobs[job].product.shape.inner
+        self._handle(JobChecked(job, wrong))
+
+    def _finish(self, job: int) -> None:
+        live = self._jobs.pop(job)
+        product = live.product
+        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.stamps())
+        product.done()

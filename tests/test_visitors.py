@@ -1,0 +1,135 @@
+"""Limits of what is not admitted, and of what a device that has joined may send: the pure parts."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import cast
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps.access.admission import MOST, POD, TICKET, TICKET_S, Refusals, Tickets
+from ps.access.allowance import SPARE_ANSWERS, SPARE_BYTES, SPARE_JOINS, SPARE_MESSAGES, Allowance
+from ps.access.relay import Gate, Rate
+from ps.access.rooms import Rooms
+from ps.access.visitors import Limits, Visitors
+
+LIMITS = Limits(most=6, of_an_address=3, seconds=10.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.sampled_from(["come", "go", "speak"]))))
+def test_there_are_never_more_than_may_be_and_nobody_stays_too_long(steps: list[tuple[int, str, str]]) -> None:
+    visitors, here = Visitors(LIMITS), {}
+    for now_s, (who, address, what) in enumerate(steps):
+        if what == "come":
+            here[who] = (address, float(now_s))
+            for gone in visitors.came(who, address, now_s):
+                assert gone != who, "the newest stays"
+                del here[gone]
+        elif what == "go":
+            visitors.gone(who)
+            here.pop(who, None)
+        elif who in here:
+            visitors.heard(who, now_s)
+            here[who] = (here[who][0], float(now_s))
+        for gone in visitors.overdue(now_s):
+            assert here.pop(gone)[1] <= now_s - LIMITS.seconds
+        assert set(visitors.all) == set(here)
+        assert all(since_s > now_s - LIMITS.seconds for _, since_s in here.values())
+        assert len(here) <= LIMITS.most
+        assert all(sum(a == address for a, _ in here.values()) <= LIMITS.of_an_address for address in "abc")
+
+
+def test_those_who_say_nothing_keep_nobody_out() -> None:
+    visitors = Visitors(LIMITS)
+    for who in range(3):
+        assert visitors.came(who, "crowd", 0.0) == []
+    for who in range(3, 6):
+        assert visitors.came(who, f"single-{who}", 0.0) == []
+    assert visitors.came(6, "new", 1.0) == [0], "the oldest of the address that has most of them"
+    assert visitors.came(7, "crowd", 1.0) == [1]
+    assert visitors.came(8, "new", 1.0, spare=1) == [], "some are expected"
+
+
+def test_a_ticket_is_good_for_one_connection_and_a_short_time() -> None:
+    tickets = Tickets()
+    first, second = tickets.issue(0.0), tickets.issue(1.0)
+    assert tickets.take(first, 2.0) == TICKET
+    assert tickets.take(first, 2.0) is None
+    assert tickets.take(second, 1.0 + TICKET_S) is None
+    assert tickets.take("", 2.0) is None
+    assert tickets.take("\ud800", 2.0) is None
+    assert [tickets.take(tickets.of_the_run, at_s) for at_s in (0.0, 1e9)] == [POD, POD]
+    many = [tickets.issue(3.0) for _ in range(MOST + 1)]
+    assert tickets.take(many[0], 3.0) is None
+    assert tickets.take(many[-1], 3.0) == TICKET
+
+
+@given(st.lists(st.integers(1, 50), max_size=30))
+def test_who_answers_what_it_was_asked_and_beats_is_never_over_its_allowance(blocks: list[int]) -> None:
+    allowance, sent_bytes = Allowance(), 0
+    for count in blocks:
+        allowance.asked(count, 1000 * count)
+        for _ in range(count):
+            assert allowance.answered(1)
+            sent_bytes += 4 * 1000 + 100
+        allowance.beat()
+        assert allowance.spoke()
+        assert allowance.spoke()
+        assert sent_bytes <= allowance.bytes
+
+
+def test_who_sends_more_than_that_soon_is() -> None:
+    allowance = Allowance()
+    assert [allowance.spoke() for _ in range(SPARE_MESSAGES + 1)][-2:] == [True, False]
+    allowance = Allowance()
+    assert [allowance.answered(1) for _ in range(SPARE_ANSWERS + 1)][-2:] == [True, False]
+    assert [allowance.joined_again() for _ in range(SPARE_JOINS + 1)][-2:] == [True, False]
+    for _ in range(10_000):
+        allowance.beat()
+    assert allowance.messages == SPARE_MESSAGES, "what is not used does not pile up"
+    assert Allowance().bytes == SPARE_BYTES
+
+
+class _Scarce:
+    """A listener with one caller, and a kernel that has no descriptor for a second socket."""
+
+    def __init__(self) -> None:
+        self.caller, self.accepted = socket.socketpair()
+        self.answered = False
+
+    def setblocking(self, flag: bool) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return 1000
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if self.answered:
+            raise BlockingIOError
+        self.answered = True
+        return self.accepted, ("127.0.0.1", 1)
+
+    def close(self) -> None:
+        self.caller.close()
+
+
+def test_a_gate_without_descriptors_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*kind: int) -> socket.socket:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    listener, rate = _Scarce(), Rate((10.0, 10.0), (10.0, 10.0))
+    with zmq.Context() as context:
+        refusals = Refusals(lambda text: None)
+        gate = Gate(cast("socket.socket", listener), Rooms(context).open, refusals, LIMITS, rate, 0.0)
+        with monkeypatch.context() as patched:
+            patched.setattr("ps.access.rooms.socket.socket", none_left)
+            assert gate.attend({listener.fileno(): zmq.POLLIN}, 0.0)
+            listener.caller.send(b"knock")
+            assert gate.attend({listener.accepted.fileno(): zmq.POLLIN}, 0.0)
+    assert listener.accepted.fileno() == -1, "its caller is not left waiting"
+    assert listener.caller.recv(1) == b""
+    gate.close()
