@@ -33,7 +33,8 @@ def _json(start: Start, *command: str) -> Any:
 
 
 def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state: Path) -> None:
-    run = start("cleave", "run", "quickstart", *SMALL, "--listen", "tcp://127.0.0.1:0", cwd=state)
+    waits = ("--set", "fleet.phones=1")  # the run begins when the device is there, however long it measures itself
+    run = start("cleave", "run", "quickstart", *SMALL, *waits, "--listen", "tcp://127.0.0.1:0", cwd=state)
     address = run.expect("invited devices may join at", RUN_LIMIT_S).split(" at ")[1].split(",")[0]
     invited = _json(start, "invite", "--expires", "2 days")
     link = parse_link(invited["link"])

@@ -280,15 +280,20 @@ class Assignments:
             job.sent_s[block] = self._now_s
         if not job.firm:
             patience_s = [max(job.expected_s[block], job.patience_s[block]) for block in blocks]
-            if self._unproven:  # a probe of a device that did not answer before must not delay anything
+            if self._strikes:
                 patience_s = [
-                    job.patience_s[block] if device in self._unproven and device in self._strikes else seconds
+                    job.patience_s[block] if self._owes_an_answer(device) else seconds
                     for block, device, seconds in zip(blocks, devices, patience_s, strict=True)
                 ]
             self.deadlines.sent([(job_id, block) for block in blocks], devices, self._now_s, patience_s)
         turn.send.devices.extend(devices)
         turn.send.jobs.extend([job_id] * len(blocks))
         turn.send.blocks.extend(blocks)
+
+    def _owes_an_answer(self, device: int) -> bool:
+        """It did not answer before, and has not since: a block that it gets must not delay anything, however slow the
+        device is believed to be."""
+        return device in self._strikes and (device in self._unproven or device in self._suspects)
 
     def _feed(self, turn: Turn) -> None:
         """Fill each freed device from its queues; idle devices take work from the longest queue."""
