@@ -24,7 +24,7 @@ from emulator.model.fleet import Fleet, uniform_fleet
 from ps.scheduling.slowness import ANSWERS, AT_LEAST, Slowness
 from ps.transport.standstill import Standstill
 from testbed.launch.processes import Pods
-from testbed.runs.watch import Patience, WaitedInVain, Watch
+from testbed.runs.watchdog import Patience, WaitedInVain, Watchdog
 
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
@@ -219,7 +219,7 @@ def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve,
     server = serve()
     server.notice = lambda text: None
     Multiplication(server, (1, 8, 8, 8))
-    with Watch(server, 0.3, lambda text: None) as watch:
+    with Watchdog(server, 0.3, lambda text: None) as watch:
         watch.begin(list)
         until(lambda: server._given_up is not None, "it gives up")
     assert isinstance(server._given_up, WaitedInVain)

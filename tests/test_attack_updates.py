@@ -294,7 +294,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "does not parse": {"module": "__main__", "code": "def ("},
     "raises on import": {"module": "protocol/wire", "code": "raise RuntimeError('not on this phone')"},
     "exits at once, content": {"module": "__main__", "code": "sys.exit(0)"},
-    "crashes when it joins": {"module": "protocol/entrance", "code": "Knock.__init__ = lambda *a, **k: 1 / 0"},
+    "crashes when it joins": {
+        "module": "protocol/entrance",
+        "code": "EntranceConnection.__init__ = lambda *a, **k: 1 / 0",
+    },
     "hangs": {"module": "__main__", "code": "import threading\nthreading.Event().wait()"},
 }
 

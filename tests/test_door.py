@@ -23,8 +23,8 @@ from agent.identity.keys import Curve, Keys, fingerprint
 from agent.protocol.connection import HANDSHAKE_FAILED
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import Heartbeat, Hello, Join, Message, Probe, Refused, Ticket, Welcome, decode, encode
-from ps.access import book as access
-from ps.access.book_file import AccessFile
+from ps.access import access_list as access
+from ps.access.access_file import AccessFile
 from ps.access.listening import AddressError
 from ps.transport.server import Server
 from testbed.access.inviting import new_invitation

@@ -23,7 +23,7 @@ _CHUNK = 32
 
 FLASH_MU, FLASH_SIGMA = -0.484, 1.363  # log hours
 FLASH_LONGEST_H = 28.5
-FLASH_HOURS_A_DAY = 2.3
+FLASH_HOURS_PER_DAY = 2.3
 SETI_UP_SHAPE, SETI_UP_SCALE_H = 0.393, 2.964
 SETI_DOWN_MU, SETI_DOWN_SIGMA = -0.586, 2.844  # log hours
 
@@ -103,7 +103,7 @@ def flash_sessions(devices: int, duration_s: float, seed: int) -> Trace:
     sessions of one night) and others longer (until the next night).
     """
     up = lognormal(FLASH_MU, FLASH_SIGMA, HOUR_S, FLASH_LONGEST_H)
-    away = exponential(up.mean_s * (24 / FLASH_HOURS_A_DAY - 1))
+    away = exponential(up.mean_s * (24 / FLASH_HOURS_PER_DAY - 1))
     return renewal(up, away, devices, duration_s, seed, "flash")
 
 

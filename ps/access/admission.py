@@ -1,6 +1,6 @@
-"""Who may connect, and whom an invitation enrols: the access book, asked by the entrance's thread.
+"""Who may connect, and whom an invitation enrols: the access list, asked by the entrance's thread.
 
-A shell around `ps/access/book.py`. Unknown and revoked keys are refused while ZeroMQ shakes hands (ZAP), before
+A shell around `ps/access/access_list.py`. Unknown and revoked keys are refused while ZeroMQ shakes hands (ZAP), before
 anything that they send is read. The User-Id of all messages of a connection says whose it is, after a word that only
 this process knows: a client may claim any User-Id of its own, but it does not know the word.
 
@@ -25,8 +25,8 @@ from zmq.utils import z85
 from agent.identity.keys import fingerprint
 from agent.protocol.errors import UserError
 from agent.protocol.wire import Hello, printable
-from ps.access.book import NO_INVITATION, Book, Budget, Enrolled, Refusal, admit
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import NO_INVITATION, AccessList, Budget, Enrolled, Refusal, admit
 
 HANDSHAKES = (20.0, 1.0)  # of one key, at once and a second; an agent comes again after half a second, and then later
 LINES = 200  # of refusals, and then no more
@@ -72,7 +72,7 @@ class Refusals:
         self._say("refused many; no more of them are logged in this run" if many else text)
 
 
-class Admission:
+class ConnectionAdmission:
     def __init__(
         self,
         access: AccessFile | None,
@@ -82,11 +82,11 @@ class Admission:
     ) -> None:
         """`access`: an instance of this thread's own."""
         self._access, self._tickets, self._refusals, self._now_s = access, tickets, refusals, now_s
-        self._word = secrets.token_hex(16)
+        self._secret_prefix = secrets.token_hex(16)
         self._lines = itertools.count(1)
-        self._latest = Book()  # that could be read
-        self._book: Book | None = None
-        self._welcome: frozenset[str] = frozenset()  # keys that may connect, by that book
+        self._latest = AccessList()  # that could be read
+        self._access_list: AccessList | None = None
+        self._allowed: frozenset[str] = frozenset()  # keys that may connect, by that access list
         self._handshakes: dict[str, Budget] = {}  # by key; only those that are enrolled have one
         self.trusted: dict[str, Enrolled] = {}  # for this run only
 
@@ -122,7 +122,7 @@ class Admission:
             self._refusals.refuse(key, "a connection", "it connects too often")
             raise TooOften
 
-    def anybody(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
+    def entrance_user_id(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
         """The same of connections to the entrance."""
         match domain, mechanism, credentials:
             case [b"encrypted", b"CURVE", [raw]]:
@@ -130,7 +130,7 @@ class Admission:
         return None
 
     def _user(self, kind: str, key: str = "") -> bytes:
-        return f"{self._word}{next(self._lines):016x}{kind}{key}".encode()
+        return f"{self._secret_prefix}{next(self._lines):016x}{kind}{key}".encode()
 
     def caller(self, frame: zmq.Frame) -> Caller | None:
         """Whose connection this came over; None if nobody knows."""
@@ -138,23 +138,26 @@ class Admission:
             user = str(frame.get("User-Id"))
         except zmq.ZMQError:
             return None
-        if not user.startswith(self._word):
+        if not user.startswith(self._secret_prefix):
             return None
-        rest = user[len(self._word) :]
+        rest = user[len(self._secret_prefix) :]
         return Caller(rest[17:], rest[16] == "r", int(rest[:16], 16))
 
     def is_welcome(self, key: str) -> bool:
         if key in self.trusted:
             return True
-        book = self.read()
-        if book is not self._book:
-            self._book, self._welcome = book, frozenset(d.key for d in book.enrolled if d.revoked_s is None)
-        return key in self._welcome
+        access_list = self.read()
+        if access_list is not self._access_list:
+            self._access_list, self._allowed = (
+                access_list,
+                frozenset(d.key for d in access_list.enrolled if d.revoked_s is None),
+            )
+        return key in self._allowed
 
-    def read(self) -> Book:
+    def read(self) -> AccessList:
         """A file that cannot be read changes nothing: those who were in stay in, nobody else comes."""
         if self._access is None:
-            return Book()
+            return AccessList()
         try:
             self._latest = self._access.read()
         except UserError as error:
@@ -170,9 +173,9 @@ class Admission:
         """May the holder of this key join, with this token if it needs one?"""
         if key in self.trusted:
             return None
-        name, now_s, book = printable(hello.name)[:60], self._now_s(), self.read()
-        answer = admit(book, key, hello.token, name, now_s)[1]
-        if isinstance(answer, Enrolled) and book.find(key) is None:
+        name, now_s, access_list = printable(hello.name)[:60], self._now_s(), self.read()
+        answer = admit(access_list, key, hello.token, name, now_s)[1]
+        if isinstance(answer, Enrolled) and access_list.find(key) is None:
             answer = self._enrol(key, hello.token, name, now_s)
         if isinstance(answer, Enrolled):
             return None
@@ -184,7 +187,9 @@ class Admission:
         if self._access is None:
             return NO_INVITATION
         try:
-            return self._access.change(lambda book: admit(book, key, token, name, now_s), wait_s=ENROL_WAIT_S)
+            return self._access.change(
+                lambda access_list: admit(access_list, key, token, name, now_s), wait_s=ENROL_WAIT_S
+            )
         except UserError as error:
             self._refusals.say_once("", f"{error}")
             return NOT_WRITTEN

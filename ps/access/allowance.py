@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SPARE_MESSAGES = 64  # heartbeats, words of farewell; at once
-A_BEAT = 8  # and with each heartbeat
+MESSAGES_PER_HEARTBEAT = 8  # and with each heartbeat
 SPARE_JOINS = 16  # over one connection, ever, beside the first; agents take a new connection each time
 SPARE_ANSWERS = 64  # to blocks that were called off, or that it had before
 SPARE_BYTES = 1 << 20  # joining takes most: up to 96 KiB
-BYTES_A_BEAT = 1 << 14
+BYTES_PER_HEARTBEAT = 1 << 14
 ANSWER_BYTES = 256  # of an answer, beside its cells: a row, a header, and what ZeroMQ and encryption add
 ENCRYPTED = 1.02  # of what is sent, at most: 33 bytes a frame
 
@@ -31,8 +31,8 @@ class Allowance:
         self.bytes += ENCRYPTED * 4 * cells + ANSWER_BYTES * blocks
 
     def beat(self) -> None:
-        self.messages = min(SPARE_MESSAGES, self.messages + A_BEAT)
-        self.bytes += BYTES_A_BEAT
+        self.messages = min(SPARE_MESSAGES, self.messages + MESSAGES_PER_HEARTBEAT)
+        self.bytes += BYTES_PER_HEARTBEAT
 
     def answered(self, count: int) -> bool:
         """False: it answers more than it was asked."""

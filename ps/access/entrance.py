@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from agent.protocol.wire import Hello, Refused, Ticket, VersionMismatch, WireError, decode, encode
-from ps.access.admission import NOT_WRITTEN, Admission, Refusals, TooOften
+from ps.access.admission import NOT_WRITTEN, ConnectionAdmission, Refusals, TooOften
+from ps.access.caller_sockets import CallerSocket, CallerSockets
 from ps.access.guard import Guard
-from ps.access.relay import LOCAL, LOCAL_CALLS, REMOTE, REMOTE_CALLS, Gate
-from ps.access.rooms import Room, Rooms
+from ps.access.relay import LOCAL, LOCAL_CALLS, REMOTE, REMOTE_CALLS, Relay
 
 log = logging.getLogger(__name__)
 
 FRAMES = 8
-MESSAGES_A_TURN = 64
+MESSAGES_PER_TURN = 64
 # Of a core that strangers may cost, and how much of it at once: beyond that this thread sleeps, and they wait.
 SHARE, AT_ONCE_S = 0.1, 0.05
 LOOK_S, IDLE_S = 0.02, 0.5  # how often connections that have not joined are looked at; and if there are none
@@ -36,7 +36,7 @@ SAY_HELLO = Refused("this is the entrance: say HELLO first, and join where the t
 class Entrance:
     def __init__(
         self,
-        admission: Admission,
+        admission: ConnectionAdmission,
         refusals: Refusals,
         guard: Guard,
         questions: zmq.Socket[bytes],
@@ -55,13 +55,13 @@ class Entrance:
         self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three a call; those that are closed count for a moment
         self._own_questions = self._context.socket(zmq.REP)
         self._own_questions.bind("inproc://zeromq.zap.01")
-        self._rooms = [Rooms(self._context), Rooms(self._context, secret)]
-        in_the_clear, encrypted = self._rooms
+        self._caller_sockets = [CallerSockets(self._context), CallerSockets(self._context, secret)]
+        in_the_clear, encrypted = self._caller_sockets
         now_s = time.monotonic()
-        self._gates = [Gate(local, in_the_clear.open, refusals, LOCAL, LOCAL_CALLS, now_s)]
-        self._gates += [Gate(there, encrypted.open, refusals, REMOTE, REMOTE_CALLS, now_s) for there in remote]
+        self._relays = [Relay(local, in_the_clear.open, refusals, LOCAL, LOCAL_CALLS, now_s)]
+        self._relays += [Relay(there, encrypted.open, refusals, REMOTE, REMOTE_CALLS, now_s) for there in remote]
         guard.enrolled = len(admission.read().enrolled)
-        self._bell, self._ear = socket.socketpair()
+        self._waker, self._woken = socket.socketpair()
         self._stopping = False
         self._debt_s = 0.0
         self._thread = threading.Thread(target=self._serve, name="entrance", daemon=True)
@@ -72,7 +72,7 @@ class Entrance:
     def stop(self) -> None:
         self._stopping = True
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._waker.send(b"!")
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         elif self._thread.ident is None:
@@ -93,22 +93,22 @@ class Entrance:
     def _turn(self, turned_s: float) -> float:
         begun_s, strangers = time.thread_time(), False
         poller = zmq.Poller()
-        poller.register(self._ear.fileno(), zmq.POLLIN)
+        poller.register(self._woken.fileno(), zmq.POLLIN)
         for source in (self._own_questions, self._questions, self._guard.monitor):
             poller.register(source, zmq.POLLIN)
-        for gate in self._gates:
-            gate.register(poller)
-        soon = self._guard.busy or any(gate.waiting for gate in self._gates)
+        for relay in self._relays:
+            relay.register(poller)
+        soon = self._guard.busy or any(relay.waiting for relay in self._relays)
         ready = dict(poller.poll(int(1000 * (LOOK_S if soon else IDLE_S))))
         now_s = time.monotonic()
-        for gate in self._gates:
+        for relay in self._relays:
             try:
-                for room in gate.speaking(ready):
-                    self._listen(room)
-                strangers |= gate.attend(ready, now_s)
+                for caller_socket in relay.speaking(ready):
+                    self._listen(caller_socket)
+                strangers |= relay.attend(ready, now_s)
             except Exception:  # ZeroMQ's questions are answered whatever happens here
-                log.exception("a gate of the entrance stumbled")
-        self._answer(self._own_questions, self._admission.anybody)
+                log.exception("a relay of the entrance stumbled")
+        self._answer(self._own_questions, self._admission.entrance_user_id)
         strangers |= self._answer(self._questions, self._let_in)
         strangers |= self._guard.attend()
         spent_s = time.thread_time() - begun_s if strangers else 0.0
@@ -131,7 +131,7 @@ class Entrance:
     ) -> bool:
         """ZeroMQ's, about new connections (ZAP). True if one was refused."""
         refused = False
-        for _ in range(MESSAGES_A_TURN):
+        for _ in range(MESSAGES_PER_TURN):
             if not questions.poll(0):
                 break
             version, request, domain, _, _, mechanism, *credentials = questions.recv_multipart()
@@ -154,15 +154,15 @@ class Entrance:
             self._guard.enrolled = len(self._admission.read().enrolled)
         return user
 
-    def _listen(self, room: Room) -> None:
-        for _ in range(MESSAGES_A_TURN):
+    def _listen(self, caller_socket: CallerSocket) -> None:
+        for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = room.zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = caller_socket.zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._hear(room, frames)
+            self._hear(caller_socket, frames)
 
-    def _hear(self, room: Room, frames: Sequence[zmq.Frame]) -> None:
+    def _hear(self, caller_socket: CallerSocket, frames: Sequence[zmq.Frame]) -> None:
         caller = self._admission.caller(frames[0])
         answer: Refused | Ticket = SAY_HELLO
         try:
@@ -170,10 +170,12 @@ class Entrance:
                 raise WireError(f"{len(frames)} frames, at most {FRAMES} are allowed")
             match decode(frames):
                 case Hello() as hello:
-                    if room.greeted:  # with many tickets for one, those of others are gone before they are used
+                    if (
+                        caller_socket.greeted
+                    ):  # with many tickets for one, those of others are gone before they are used
                         self.refused += 1
                         return
-                    room.greeted = True
+                    caller_socket.greeted = True
                     answer = self._admit(caller.key if caller else "", hello)
         except VersionMismatch as error:
             answer = Refused(f"{error}; update the agent", True, *self._bundle())
@@ -181,7 +183,7 @@ class Entrance:
             answer = Refused(str(error), final=False)
         self.refused += isinstance(answer, Refused)
         with contextlib.suppress(zmq.ZMQError):
-            room.zmq_socket.send_multipart(encode(answer), zmq.NOBLOCK)
+            caller_socket.zmq_socket.send_multipart(encode(answer), zmq.NOBLOCK)
 
     def _admit(self, key: str, hello: Hello) -> Refused | Ticket:
         if not key:
@@ -190,13 +192,13 @@ class Entrance:
         return Ticket(self._data_port) if refusal is None else Refused(refusal.reason, final=refusal != NOT_WRITTEN)
 
     def _close(self) -> None:
-        for gate in self._gates:
-            gate.close()
+        for relay in self._relays:
+            relay.close()
         self._guard.close()
         for questions in (self._questions, self._own_questions):
             questions.close(linger=0)
         self._context.term()
-        for rooms in self._rooms:
-            rooms.close()
-        self._bell.close()
-        self._ear.close()
+        for sockets in self._caller_sockets:
+            sockets.close()
+        self._waker.close()
+        self._woken.close()

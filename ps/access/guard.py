@@ -20,16 +20,16 @@ from zmq.utils.monitor import recv_monitor_message
 from agent.protocol.arriving import Address, bytes_received, local_port, other_end
 from agent.protocol.connection import HANDSHAKE_FAILED
 from ps.access.admission import Refusals
-from ps.access.visitors import Limits, Visitors
+from ps.access.pending import Limits, PendingConnections
 
 WATCHED = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-EVENTS_A_TURN = 256
+EVENTS_PER_TURN = 256
 UNJOINED = Limits(most=96, of_an_address=96, seconds=10.0)
 # Beside them, as many as are enrolled, or whose key or ticket was found good in these seconds: a fleet that comes back
 # all at once connects before ZeroMQ asks who it is. (300 devices took 56 s and 1,579 connections without.)
 MOST_LET_IN = 4000
 # Of this machine, past its password, and silent for so long although all that came was read: few, because their names
-# may be chosen ones (ps/access/names.py). An agent's first word is right behind its ticket.
+# may be chosen ones (ps/access/routing_ids.py). An agent's first word is right behind its ticket.
 MOST_SILENT, SILENT_S = 8, 0.25
 PASSWORD_BYTES = 100  # a greeting and a password take more
 STALLED_S = 30.0  # so long a connection is borne whose JOIN may lie unread because the server's thread is busy
@@ -84,7 +84,7 @@ class Guard:
         self.all_read_s = time.monotonic()  # when the server's thread had read all that had come
         self._let_in_s: deque[float] = deque(maxlen=MOST_LET_IN)
         self._lock = threading.Lock()
-        self._unjoined = Visitors(UNJOINED)
+        self._unjoined = PendingConnections(UNJOINED)
         self._peer: dict[int, Address] = {}  # descriptor -> the other end's address
         self._joined: dict[int, _Joined] = {}
         self._quotas: dict[int, _Quota] = {}  # of those that have not joined
@@ -172,7 +172,7 @@ class Guard:
     def attend(self) -> bool:
         """True if a stranger was dealt with."""
         refused = False
-        for _ in range(EVENTS_A_TURN):
+        for _ in range(EVENTS_PER_TURN):
             if not self.monitor.poll(0):
                 break
             event = recv_monitor_message(self.monitor)

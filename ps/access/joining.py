@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from agent.protocol.errors import UserError
 from agent.protocol.wire import Join, printable
-from ps.access.admission import Admission, Caller, Refusals
-from ps.access.book import REVOKED, Book, Budget, Enrolled, Refusal, seen
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import REVOKED, AccessList, Budget, Enrolled, Refusal, seen
+from ps.access.admission import Caller, ConnectionAdmission, Refusals
 
 JOINS = (20.0, 0.1)  # at once, a second: of one key
 LOCAL_JOINED_BYTES = (4e6, 4e5)  # of all on this machine together: reading so much takes up to 6% of the server's time
@@ -29,16 +29,16 @@ ONE_DEVICE = Refusal("a connection brings one device; only pods that the run has
 PASSING = (TOO_OFTEN, TOO_MANY_AT_ONCE)  # what may be otherwise the next time
 
 
-class Door:
+class JoinAdmission:
     def __init__(
         self,
         access: AccessFile | None,
-        admission: Admission,
+        admission: ConnectionAdmission,
         refusals: Refusals,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._access, self._admission, self._refusals, self._now_s = access, admission, refusals, now_s
-        self._book = access.read() if access is not None else Book()
+        self._access_list = access.read() if access is not None else AccessList()
         self._joins: OrderedDict[str, Budget] = OrderedDict()  # by key
         self._probes: OrderedDict[str, Budget] = OrderedDict()
         self._probed_bytes: OrderedDict[str, Budget] = OrderedDict()
@@ -49,7 +49,7 @@ class Door:
         """At these encrypted endpoints, from now on; invitations name them and the port of the entrance."""
         mine = self._mine = tuple(address.removeprefix("tcp://") for address in addresses)
         if self._access is not None:
-            self._change(lambda book: (replace(book, listening=mine, enrolling=enrolling), None))
+            self._change(lambda access_list: (replace(access_list, listening=mine, enrolling=enrolling), None))
 
     def may_read_join(self, caller: Caller, size: int) -> Refusal | None:
         """Before it is parsed."""
@@ -126,24 +126,29 @@ class Door:
         """Now and then: who was here."""
         if self._seen and self._access is not None:
             here, self._seen = self._seen, {}
-            self._change(lambda book: (seen(book, here), None))
+            self._change(lambda access_list: (seen(access_list, here), None))
 
     def close(self) -> None:
         self.write()
         if self._access is not None and self._mine:
-            self._change(lambda book: (replace(book, listening=tuple(set(book.listening) - set(self._mine))), None))
+            self._change(
+                lambda access_list: (
+                    replace(access_list, listening=tuple(set(access_list.listening) - set(self._mine))),
+                    None,
+                )
+            )
 
-    def _change(self, how: Callable[[Book], tuple[Book, None]]) -> None:
+    def _change(self, how: Callable[[AccessList], tuple[AccessList, None]]) -> None:
         assert self._access is not None
         try:
-            self._access.soon(lambda book: how(book)[0])
+            self._access.soon(lambda access_list: how(access_list)[0])
         except UserError as error:
             self._refusals.say_once("", f"{error}")
 
-    def _read(self) -> Book:
+    def _read(self) -> AccessList:
         assert self._access is not None
         try:
-            self._book = self._access.read()
+            self._access_list = self._access.read()
         except UserError as error:
             self._refusals.say_once("", f"{error}")
-        return self._book
+        return self._access_list

@@ -17,7 +17,7 @@ from agent.protocol.errors import UserError
 from agent.protocol.limits import raise_file_limit
 from agent.protocol.wire import PART_BYTES
 from ps.access.admission import ENCRYPTED, LOCAL
-from ps.access.names import unpredictable
+from ps.access.routing_ids import unpredictable
 
 MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
 MESSAGES_WAITING = 256  # of a connection, for us; more wait in its network

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from agent.protocol.errors import UserError
 from agent.protocol.units import format_duration
-from ps.access.book import Refusal
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import Refusal
 from ps.access.reputation import MOST, Standing, Stay, banned, key_identity, merged, secret_identity, stayed
 
 CONNECTION = "connection:"  # an identity of this kind ends with its connection, and is not written down
@@ -140,7 +140,8 @@ class Standings:
         self._unwritten = {}
         try:
             self._access.soon(
-                lambda book: replace(book, standings=merged(book.standings, standings, now_s)), durable=durable
+                lambda access_list: replace(access_list, standings=merged(access_list.standings, standings, now_s)),
+                durable=durable,
             )
         except UserError as error:
             self._complain(error)

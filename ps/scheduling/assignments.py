@@ -104,7 +104,7 @@ class Assignments:
             turn.stop(device, job_id, block)
             turn.freed[device] = None
         elif job.state[block] == PENDING:
-            (record.urgent if job.urgent else record.background).remove(key)
+            (record.critical if job.critical else record.background).remove(key)
             self._waiting[device] -= 1
             self._waiting_total -= 1
             record.waiting.remove(job.passage[block])
@@ -125,7 +125,7 @@ class Assignments:
         """Cut these blocks again, over living devices, critical jobs first. `loss`: the loss of devices that is the
         reason, if any; a block that already repairs an earlier loss goes on repairing that one."""
         groups: dict[tuple[int, int], list[int]] = {}  # by job and by the loss that is repaired
-        for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].urgent):
+        for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].critical):
             groups.setdefault((job_id, self.jobs[job_id].loss[block] or loss), []).append(block)
         for (job_id, repaired), blocks in groups.items():
             job = self.jobs[job_id]
@@ -171,7 +171,7 @@ class Assignments:
         if no device has the memory."""
         candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(job.shape.inner)]
         candidates = candidates[~np.isin(candidates, avoid)]
-        if self._ahead and not job.urgent:  # the others soon have critical products to do
+        if self._ahead and not job.critical:  # the others soon have critical products to do
             apart = candidates[np.isin(candidates, self._busy_apart)]
             candidates = apart if len(apart) else candidates
         if not len(candidates):
@@ -235,10 +235,10 @@ class Assignments:
             range(begin, len(job.state)), owners, job.passage[begin:], job.size_bytes[begin:], strict=True
         ):
             record = self.devices[device]
-            queue, before = record.background, record.urgent  # its own queue, and the one served before it
-            if job.urgent:
-                queue, before = record.urgent, NO_QUEUE
-            free = not before and (first or not (record.urgent or record.background))
+            queue, before = record.background, record.critical  # its own queue, and the one served before it
+            if job.critical:
+                queue, before = record.critical, NO_QUEUE
+            free = not before and (first or not (record.critical or record.background))
             if free and self._has_credit(record, size) and (job.firm or record.wants(passage, self._now_s)):
                 self._take(record, job_id, block)
                 launched.append(block)
@@ -302,7 +302,7 @@ class Assignments:
             if device in self._suspects:
                 continue
             record = self.devices[device]
-            if not (record.urgent or record.background):
+            if not (record.critical or record.background):
                 if not self._waiting_total:
                     return
                 if record.in_flight or not record.alive or (device in self._unproven and device in self._strikes):
@@ -310,7 +310,7 @@ class Assignments:
                 if thefts == THEFTS_A_TURN or not self._steal(device):
                     continue
                 thefts += 1
-            while queue := record.urgent or record.background:
+            while queue := record.critical or record.background:
                 job_id, block = queue[0]
                 job = self.jobs[job_id]
                 if not self._has_credit(record, job.size_bytes[block]):
@@ -334,7 +334,7 @@ class Assignments:
         if not waiting[victim]:
             return False
         owner, taker = self.devices[victim], self.devices[thief]
-        queue = owner.urgent or owner.background
+        queue = owner.critical or owner.background
         job_id, block = queue[-1]
         job = self.jobs[job_id]
         if job.kept[block] or job.firm:
@@ -358,6 +358,6 @@ class Assignments:
         owner.waiting.remove(job.passage[block])
         job.device[block], job.passage[block] = thief, passage
         taker.waiting.add(passage)
-        (taker.urgent if job.urgent else taker.background).append((job_id, block))
+        (taker.critical if job.critical else taker.background).append((job_id, block))
         self._waiting[thief] += 1
         return True

@@ -140,7 +140,7 @@ class Dispatcher(Stragglers):
             if new.job in self.jobs:
                 raise ValueError(f"job {new.job} was submitted twice")
             firm = new.plan is not None and new.plan.firm
-            self.jobs[new.job] = Job(new.request, new.urgent, new.kept, firm=firm)
+            self.jobs[new.job] = Job(new.request, new.critical, new.kept, firm=firm)
             if new.plan is not None:
                 if not all(self.devices[device].alive for device in new.plan.device.tolist()):
                     raise ValueError(f"job {new.job}: the plan names a device that is not there")
@@ -148,7 +148,7 @@ class Dispatcher(Stragglers):
         self._plan_together([new for new in event.jobs if new.plan is None], turn)
 
     def _begin(self, job: int, plan: Plan, turn: Turn) -> None:
-        if self._ahead and not self.jobs[job].urgent:
+        if self._ahead and not self.jobs[job].critical:
             self._set_apart(job, plan.device)
         patience_s = None
         if self._unproven:  # by then other devices have done the rest of the product
@@ -158,7 +158,7 @@ class Dispatcher(Stragglers):
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""
-        submissions = sorted(submissions, key=lambda new: not new.urgent)
+        submissions = sorted(submissions, key=lambda new: not new.critical)
         if not submissions:
             return
         try:
@@ -284,7 +284,7 @@ class Dispatcher(Stragglers):
         ]
         if broken:
             self._left(list(broken), turn)
-        for device, job_id, block in sorted(failed, key=lambda lost: not self.jobs[lost[1]].urgent):
+        for device, job_id, block in sorted(failed, key=lambda lost: not self.jobs[lost[1]].critical):
             self._cut([(job_id, block)], turn, avoid=device)
 
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:
@@ -311,10 +311,10 @@ class Dispatcher(Stragglers):
         self._slabs.joined(again, grown)
         self._revise(event.again)  # plans may know another device by that id
         orphans, self._orphans = self._orphans, []
-        for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].urgent):
+        for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].critical):
             if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
                 job = self.jobs[job_id]
-                self._plan_together([Submission(job_id, job.request, job.urgent, None, job.operands)], turn)
+                self._plan_together([Submission(job_id, job.request, job.critical, None, job.operands)], turn)
             else:
                 self._place(job_id, list(tile), turn, loss=loss)
                 if loss:
@@ -325,7 +325,7 @@ class Dispatcher(Stragglers):
         lost: list[tuple[int, int]] = []
         for device in devices:
             record = self.devices[device]
-            held = [*sorted(record.in_flight), *record.urgent, *record.background]
+            held = [*sorted(record.in_flight), *record.critical, *record.background]
             lost += [key for key in held if not self._given_up(*key, turn)]
             self._waiting_total -= int(self._waiting[device])
             self._waiting[device] = 0
@@ -367,9 +367,9 @@ class Dispatcher(Stragglers):
 
 def _in_order(event: JobsSubmitted) -> list[Submission]:
     """In planning order: critical products first."""
-    return sorted(event.jobs, key=lambda new: not new.urgent)
+    return sorted(event.jobs, key=lambda new: not new.critical)
 
 
 def _question(submissions: list[Submission], ahead: tuple[Level, ...]) -> Question:
     """Expects submissions in planning order: critical products first."""
-    return Question(tuple(new.request for new in submissions), sum(not new.urgent for new in submissions), ahead)
+    return Question(tuple(new.request for new in submissions), sum(not new.critical for new in submissions), ahead)

@@ -24,9 +24,9 @@ def check(of: Dispatcher) -> None:
     for index, record in enumerate(of.devices):
         for key in record.in_flight:
             where.setdefault(key, []).append(f"in flight on {index}")
-        for key in (*record.urgent, *record.background):
+        for key in (*record.critical, *record.background):
             where.setdefault(key, []).append(f"queued at {index}")
-        if gone := {job for job, _ in (*record.in_flight, *record.urgent, *record.background)} - set(of.jobs):
+        if gone := {job for job, _ in (*record.in_flight, *record.critical, *record.background)} - set(of.jobs):
             raise InvariantBroken(f"device {index} has blocks of jobs that are over: {sorted(gone)}")
         held = sum(of.jobs[j].size_bytes[b] for j, b in record.in_flight)
         if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
@@ -36,7 +36,7 @@ def check(of: Dispatcher) -> None:
         kept = [s.row_bytes * int((s.high[index] - s.low[index]).sum()) for s in of._slabs] if record.alive else []
         if sum(kept) != record.kept_bytes:
             raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
-        if len(record.urgent) + len(record.background) != of._waiting[index]:
+        if len(record.critical) + len(record.background) != of._waiting[index]:
             raise InvariantBroken(f"device {index}: {of._waiting[index]} waiting counted, {record}")
         if not record.alive and not record.idle:
             raise InvariantBroken(f"device {index} left and still has work: {record}")

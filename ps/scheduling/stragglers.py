@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE
 from ps.planning.planner import Plan, Question
-from ps.planning.trial_blocks import with_probes
+from ps.planning.trial_blocks import with_trial_blocks
 from ps.scheduling.assignments import Assignments
 from ps.scheduling.events import NameStragglers
 from ps.scheduling.newcomers import RATES, Newcomers, rates_of, typical_rates
@@ -82,7 +82,7 @@ class Stragglers(Assignments):
             if device in self._suspects:
                 late += self.devices[device].in_flight
         jobs: dict[int, list[int]] = {}
-        for job_id, block in sorted(dict.fromkeys(late), key=lambda key: not self.jobs[key[0]].urgent):
+        for job_id, block in sorted(dict.fromkeys(late), key=lambda key: not self.jobs[key[0]].critical):
             if (job_id, block) not in self.rescues:
                 jobs.setdefault(job_id, []).append(block)
         for job_id, blocks in jobs.items():
@@ -186,8 +186,8 @@ class Stragglers(Assignments):
         waiting: list[tuple[int, int]] = []
         for device in devices:
             record = self.devices[device]
-            waiting += [*record.urgent, *record.background]
-            record.urgent.clear()
+            waiting += [*record.critical, *record.background]
+            record.critical.clear()
             record.background.clear()
             record.waiting.clear()
             self._waiting_total -= int(self._waiting[device])
@@ -279,7 +279,7 @@ class Stragglers(Assignments):
         idle = [d for d in (*self._unproven, *self._newcomers.beliefs) if self.devices[d].idle and d not in busy]
         cold = self.deadlines.cold  # then a device that did not answer before would delay the product for long
         idle = list(dict.fromkeys(d for d in idle if not (cold and d in self._strikes)))
-        if not idle or question.urgent == 0:
+        if not idle or question.critical == 0:
             return plans
         self._distrust(idle)
         sized = self.profiles.copy()  # probes are sized for a typical device, or for one that keeps its claim
@@ -288,7 +288,7 @@ class Stragglers(Assignments):
             rates = claim if belief is None else replace(belief, times=max(1.0, belief.times)).rates(claim)
             for rate, value in zip(RATES, rates, strict=True):
                 sized[rate][device] = value
-        return [with_probes(plans[0], question.requests[0].shape, sized, idle), *plans[1:]]
+        return [with_trial_blocks(plans[0], question.requests[0].shape, sized, idle), *plans[1:]]
 
     def _distrust(self, devices: list[int]) -> None:
         """New devices among these begin small, whatever they claim. How slow the others are is known."""

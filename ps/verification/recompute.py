@@ -1,13 +1,13 @@
 """Cells computed again in float64, as evidence for or against what a device returned.
 
 Errors are counted in eps |a_i| |b_j| (ps/verification/rounding.py) and compared with the server's own float32 kernels
-(ps/verification/own.py) on some of the same cells. A device is wrong if no kernel could have given one of its cells, or
-if its errors exceed those of the worst own kernel by a factor: as a mean square, as a mean (honest errors have no
-sign), in a single cell, or, by less, in single cells of several patches.
+(ps/verification/own_kernels.py) on some of the same cells. A device is wrong if no kernel could have given one of its
+cells, or if its errors exceed those of the worst own kernel by a factor: as a mean square, as a mean (honest errors
+have no sign), in a single cell, or, by less, in single cells of several patches.
 
 Operands that repeat need care. Cells with equal rows and columns share one error, so they count as one cell. Terms that
-repeat within a sum are rounded the same way each time: such errors grow with n and not with sqrt(n), and whether an own
-kernel has them too is luck.
+repeat within a sum are rounded the same way each time: such errors grow with n and not with sqrt(n), and an own kernel
+shows them only by chance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.verification.own import own_products
+from ps.verification.own_kernels import own_products
 from ps.verification.rounding import COHERENT, EPSILON, LARGEST, PLAIN, Floats, floor, norms, upper
 
 Array = NDArray[np.float32]

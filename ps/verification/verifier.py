@@ -20,11 +20,11 @@ from ps.planning.cost import Integers
 from ps.verification.audit import Audits
 from ps.verification.drift import Drift
 from ps.verification.fuse import LATELY, Fuse, State
-from ps.verification.own import NAMES
+from ps.verification.non_finite import failing_patches
+from ps.verification.own_kernels import NAMES
 from ps.verification.recompute import Evidence, Exact, Own, Patch, sampled_side
 from ps.verification.rounding import Floats, upper
 from ps.verification.sketch import MOST, Energies, Expectation, box_sums, boxes, grid_sums, impossible_cells
-from ps.verification.special import failing_patches
 
 Array = NDArray[np.float32]
 

@@ -15,8 +15,8 @@ import segno
 
 from agent.identity.invitation import MAX_ADDRESSES, Invitation, check_host_port
 from agent.protocol.errors import UserError
-from ps.access.book import TOKEN_BYTES, Book, invite
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import TOKEN_BYTES, AccessList, invite
 from testbed.access.releases import trusted_signer
 from testbed.access.signing import read_signer
 
@@ -60,8 +60,8 @@ def new_invitation(
     addresses = reachable(access.read(), given)
     token, id_, now_s = secrets.token_urlsafe(TOKEN_BYTES), secrets.token_hex(3), time.time()
 
-    def write(book: Book) -> tuple[Book, None]:
-        return invite(book, id_, token, uses, lifetime_s, now_s), None
+    def write(access_list: AccessList) -> tuple[AccessList, None]:
+        return invite(access_list, id_, token, uses, lifetime_s, now_s), None
 
     access.change(write)
     port = enrol_port or access.read().enrolling or None
@@ -69,13 +69,13 @@ def new_invitation(
     return Invited(id_, link, uses, now_s + lifetime_s)
 
 
-def reachable(book: Book, given: Sequence[str]) -> list[str]:
+def reachable(access_list: AccessList, given: Sequence[str]) -> list[str]:
     """Where a device may find the server: as given, or where one listens now."""
-    ports = [address.rpartition(":")[2] for address in book.listening]
+    ports = [address.rpartition(":")[2] for address in access_list.listening]
     if given:
         addresses = [_with_port(address, ports) for address in given]
-    elif book.listening:
-        addresses = [found for address in book.listening for found in _seen_from_elsewhere(address)]
+    elif access_list.listening:
+        addresses = [found for address in access_list.listening for found in _seen_from_elsewhere(address)]
     else:
         raise UserError(
             "no server listens for invited devices; start one with `cleave run SCENARIO --listen tcp://0.0.0.0:5555`, "

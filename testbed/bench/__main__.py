@@ -76,7 +76,7 @@ def main() -> int:
     if "c" in options.only:
         display.say("(c) emulator density: 4,000 devices, 2,000 blocks a second; about 15 s")
         result = raw["density"] = density.measure()
-        kib, late_ms = result["bytes_a_device"] / 1024, 1e3 * result["late_p99_s"]
+        kib, late_ms = result["bytes_per_device"] / 1024, 1e3 * result["late_p99_s"]
         rate = f"{result['blocks_per_s']:,.0f} blocks/s"
         rows.append(Row("(c) memory of 4,000 devices", f"{kib:.0f} KiB each", rate, None, "100 KiB", kib <= 100))
         rows.append(Row("(c) p99 lateness", f"{late_ms:.2f} ms", rate, None, "2 ms", late_ms <= 2))

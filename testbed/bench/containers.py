@@ -21,12 +21,12 @@ from agent.identity.keys import Curve, Keys
 from agent.protocol.errors import Failure, UserError
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import Fleet
-from ps.access.book_file import AccessFile, server_folder
+from ps.access.access_file import AccessFile, server_folder
 from ps.planning.planner import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.container_pods import ContainerPods
 from testbed.runs.scenario import Launch
 
@@ -49,7 +49,7 @@ class Times:
     computing: NDArray[np.float64]  # as the pod says
 
 
-def measure(ground: Ground, gflops: float, bare: bool) -> Times:
+def measure(container_host: ContainerHost, gflops: float, bare: bool) -> Times:
     profile = Profile(gflops * 1e9, OVERHEAD_S, DOWN_BPS, UP_BPS, 0.0, 1 << 30, 2)
     devices = Fleet(pack_profiles([profile]), ["bench"], ["none"], {"estimate": 1})
     side = round((BLOCK_S * gflops * 1e9 / 2) ** (1 / 3))
@@ -58,12 +58,12 @@ def measure(ground: Ground, gflops: float, bare: bool) -> Times:
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal((1, side, side), dtype=np.float32) for _ in range(2))
     plan = Plan(np.array([[0, 1, 0, side, 0, side]]), np.array([0]), np.ones((1, 2), bool), 0.0)
-    keys, pods_at = Keys.new(), f"tcp://{ground.server_host()}:0"
+    keys, pods_at = Keys.new(), f"tcp://{container_host.server_host()}:0"
     server = Server(unlisted=[pods_at], access=AccessFile(server_folder())).start()
     server.trust(keys.public, "bench", 2)
-    address, curve = ground.server_at(server.unlisted_addresses[0]), Curve(server.public_key, keys)
+    address, curve = container_host.server_at(server.unlisted_addresses[0]), Curve(server.public_key, keys)
     try:
-        with ContainerPods(ground, devices, 1, address, "kernel", (), 1.0, curve, bare=bare) as pods:
+        with ContainerPods(container_host, devices, 1, address, "kernel", (), 1.0, curve, bare=bare) as pods:
             pods.start()
             server.wait_for_devices(1, 60.0)
             for _ in range(BLOCKS + UNCOUNTED):
@@ -86,10 +86,10 @@ def main() -> int:
     print(f"lines of {DOWN_BPS / 1e6:.0f} Mbit/s down, {UP_BPS / 1e6:.0f} up; times over the model's: p10 p50 p90")
     print(f"{'GFLOP/s':>7} {'':11} {'quota':>5} {'block':>6} {'':18}  {'computing':>9}")
     kept = True
-    with Ground(Launch(kind="docker"), 1) as ground:
+    with ContainerHost(Launch(kind="docker"), 1) as container_host:
         for gflops in GFLOPS:
             for what, bare in WAYS.items():
-                times = measure(ground, gflops, bare)
+                times = measure(container_host, gflops, bare)
                 blocks, computing = (np.percentile(of, [10, 50, 90]).tolist() for of in (times.blocks, times.computing))
                 good = all(abs(p50 - 1) <= GOAL for p50 in (blocks[1], computing[1]))
                 kept &= good

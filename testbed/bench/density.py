@@ -51,7 +51,7 @@ def measure(devices: int = 4000, blocks_per_s: int = 2000, lasting_s: float = 2.
         "blocks": len(best),
         "blocks_per_s": len(best) / lasting_s,
         "pods_memory_bytes": memory_bytes,
-        "bytes_a_device": memory_bytes / devices,
+        "bytes_per_device": memory_bytes / devices,
         **{f"late_p{p}_s": float(np.percentile(best, p)) for p in (50, 99)},
         "all_late_p99_s": [float(np.percentile(late_s, 99)) for late_s in late],
     }

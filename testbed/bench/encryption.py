@@ -23,7 +23,7 @@ import torch
 import zmq
 
 from agent.identity.keys import Curve, Keys
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.access.listening import bind, encrypt, new_router
 from ps.graph.capture import distribute
 from ps.graph.executor import Executor

@@ -405,9 +405,9 @@ def doctor(
         display = Display(Console(highlight=False, stderr=format == "json"))
         display.say(f"one step of {loaded.name} with more and fewer devices; at most about {seconds:.0f} s")
 
-        from testbed.runs.trial_step import Probe
+        from testbed.runs.trial_step import TrialStep
 
-        probe = Probe(loaded)
+        probe = TrialStep(loaded)
         display.say("the step is captured")
         honest = examination.largest_honest(loaded.fleet.devices, probe.measure, seconds, display.say)
     if format == "json":

@@ -15,7 +15,7 @@ from testbed.commands.access import Signer, State
 if TYPE_CHECKING:
     from android.channel import Channel
     from android.deploy import Deployment, Phone
-    from ps.access.book_file import AccessFile
+    from ps.access.access_file import AccessFile
 
 phones_app = typer.Typer(
     help="Real phones: invite them (QR code), or deploy to those at a cable (adb).",
@@ -176,7 +176,7 @@ def _for_each(
     from android.adb import Adb
     from android.deploy import Deployment, Ports
     from android.serving import Serving
-    from ps.access.book_file import server_folder
+    from ps.access.access_file import server_folder
     from testbed.access.releases import handed_out
 
     if format_ not in ("table", "json"):
@@ -229,7 +229,7 @@ def _show(phones: list[Phone], format_: str) -> None:
 
 
 def _access(state: Path | None) -> AccessFile:
-    from ps.access.book_file import AccessFile, server_folder
+    from ps.access.access_file import AccessFile, server_folder
 
     return AccessFile(state or server_folder())
 

@@ -20,7 +20,7 @@ from emulator.links.probe import Asked, Measured, ProbeServer, groups
 from emulator.links.shaping import Applied
 from emulator.model.fleet import Fleet
 from testbed.inspect.link_check import Row, judge, specs_of
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.kernel_links import End, KernelLinks
 from testbed.runs.scenario import Launch
 
@@ -32,17 +32,17 @@ def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence
     if pods == len(fleet):  # a device alone in its container: the others are nowhere near
         fleet, sample, pods = fleet.take(sample), range(len(sample)), len(sample)
     specs = specs_of(fleet)
-    with Ground(asked, pods) as ground, ExitStack() as stack:
-        links = KernelLinks(ground)
+    with ContainerHost(asked, pods) as container_host, ExitStack() as stack:
+        links = KernelLinks(container_host)
         stack.callback(links.close)
-        host = ground.server_host()
+        host = container_host.server_host()
         listening = socket.socket()
         listening.bind((host, 0))
         listening.listen(1024)
         server = stack.enter_context(ProbeServer(listening))
-        address = ground.server_at(f"tcp://{host}:{server.port}").removeprefix("tcp://")
+        address = container_host.server_at(f"tcp://{host}:{server.port}").removeprefix("tcp://")
         with ThreadPoolExecutor(THREADS) as pool:
-            started = list(pool.map(lambda pod: _start(ground, pod, address), range(pods)))
+            started = list(pool.map(lambda pod: _start(container_host, pod, address), range(pods)))
         for _, stream in started:
             stack.callback(stream.close)
         told = links.shape(fleet, [end for end, _ in started])
@@ -61,10 +61,10 @@ def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence
     return applied, rows
 
 
-def _start(ground: Ground, pod: int, address: str) -> tuple[End, Stream]:
-    engine, bridge = ground.engine, ground.bridges[pod % len(ground.bridges)]
+def _start(container_host: ContainerHost, pod: int, address: str) -> tuple[End, Stream]:
+    engine, bridge = container_host.engine, container_host.bridges[pod % len(container_host.bridges)]
     spec = Spec(f"cleave-{engine.run}-{pod}", ["emulator.links.probe", "--server", address], bridge.id)
-    container, stream = engine.start(spec, ground.image)
+    container, stream = engine.start(spec, container_host.image)
     engine.do(f"look at {spec.name}", container.reload)
     (network,) = container.attrs["NetworkSettings"]["Networks"].values()
     return End(int(container.attrs["State"]["Pid"]), str(network["IPAddress"])), stream

@@ -37,7 +37,7 @@ class Inside:
     clock_offset_ns: int  # add to the monotonic clock there to get ours
 
 
-class Ground:
+class ContainerHost:
     def __init__(self, asked: Launch, pods: int) -> None:
         self._asked = asked
         self.image = asked.image or IMAGE
@@ -125,7 +125,7 @@ class Ground:
         finally:
             self.engine.close()
 
-    def __enter__(self) -> Ground:
+    def __enter__(self) -> ContainerHost:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,7 +22,7 @@ from agent.protocol.units import parse_duration
 from android.bundle import NAME
 from android.serving import Serving
 from emulator.model.fleet import Fleet
-from ps.access.book_file import AccessFile, server_folder
+from ps.access.access_file import AccessFile, server_folder
 from ps.access.listening import is_loopback, split_endpoint
 from ps.graph.executor import Engine
 from ps.planning.planner import Planner
@@ -33,7 +33,7 @@ from ps.transport.server import HEARTBEAT_S, Server
 from testbed.access.inviting import own_addresses
 from testbed.access.releases import handed_out
 from testbed.faults.inject import Injector, Targets, injecting
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.container_pods import ContainerPods
 from testbed.launch.pods import Death, PodGroup
 from testbed.launch.processes import Pods
@@ -42,7 +42,7 @@ from testbed.runs.collecting import not_collecting
 from testbed.runs.display import Display
 from testbed.runs.real_devices import wait_for_phones
 from testbed.runs.scenario import Launch, Scenario
-from testbed.runs.watch import Watch
+from testbed.runs.watchdog import Watchdog
 from testbed.virtual.pods import VirtualPods
 from testbed.virtual.server import VirtualServer
 
@@ -118,7 +118,7 @@ class Host:
     fleet: Fleet
     joined_s: float  # real seconds from the first pod's start until all were there
     links: str = "modelled"  # for the summary
-    watch: Watch | None = None  # None where nothing can die: in virtual time
+    watch: Watchdog | None = None  # None where nothing can die: in virtual time
 
 
 Note = Callable[..., None]  # an event and its fields
@@ -148,19 +148,19 @@ class InContainers:
     """Pods are containers of a Docker engine. They join from their own addresses, encrypted, with a key that the server
     trusts for this run."""
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
+    def __init__(self, container_host: ContainerHost) -> None:
+        self._container_host = container_host
 
     def pods_at(self, port: int) -> str | None:
-        return f"tcp://{self._ground.server_host()}:{port}"
+        return f"tcp://{self._container_host.server_host()}:{port}"
 
     def start(self, place: Place, server: Server, scale: float, display: Display) -> PodGroup:
         count, keys = place.pod_count, Keys.new()
         server.trust(keys.public, "containers of this run", max(2, len(place.fleet)))  # one could not move
-        address, links = self._ground.server_at(server.unlisted_addresses[0]), place.scenario.links.kind
+        address, links = self._container_host.server_at(server.unlisted_addresses[0]), place.scenario.links.kind
         display.say(f"containers join at {address}, encrypted")
         curve = Curve(server.public_key, keys)
-        pods = ContainerPods(self._ground, place.fleet, count, address, links, place.absent, scale, curve)
+        pods = ContainerPods(self._container_host, place.fleet, count, address, links, place.absent, scale, curve)
         try:
             with display.phase(
                 f"{count:,} containers start", lambda: pods.started / count, lambda: f"{pods.started:,} of {count:,}"
@@ -181,8 +181,8 @@ def launcher(asked: Launch, pods: int) -> Iterator[Launcher]:
     if asked.kind == "processes":
         yield OnThisMachine()
         return
-    with Ground(asked, pods) as ground:
-        yield InContainers(ground)
+    with ContainerHost(asked, pods) as container_host:
+        yield InContainers(container_host)
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def on_pods(
     except BaseException:
         server.stop()
         raise
-    watch = Watch(server, parse_duration(place.scenario.training.wait_for_devices), notice)
+    watch = Watchdog(server, parse_duration(place.scenario.training.wait_for_devices), notice)
     # the watch ends last: pods that it has started end with it
     with watch, _ended(pods), _serving_files(place.scenario, server, display):
         try:

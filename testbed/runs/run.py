@@ -48,7 +48,7 @@ from testbed.runs.hosts import Accounts, Host, Place, in_virtual_time, launcher,
 from testbed.runs.real_devices import departures, write_devices
 from testbed.runs.scenario import Scenario, dump_scenario
 from testbed.runs.training import Reference, Task, Trained, distributed, reference, shapes_only
-from testbed.runs.trial_step import Probe
+from testbed.runs.trial_step import TrialStep
 
 LOSS_TOLERANCE = 1e-4
 
@@ -175,7 +175,7 @@ def _worked(place: Place, host: Host, trained: Trained) -> fidelity.Worked:
 
 def _probe(scenario: Scenario, scale: float, display: Display) -> fidelity.Fidelity:
     display.say("clock: one step in real time, to see whether this host keeps up; about 20 s")
-    return Probe(scenario).measure(scenario.fleet.devices, scale)
+    return TrialStep(scenario).measure(scenario.fleet.devices, scale)
 
 
 def _summary(

@@ -170,7 +170,7 @@ class FleetSection(_Section):
 
     @field_validator("devices")
     @classmethod
-    def _somebody(cls, devices: int, info: ValidationInfo) -> int:
+    def _at_least_one_device(cls, devices: int, info: ValidationInfo) -> int:
         if not devices and not info.data.get("phones"):
             raise ValueError("it must be greater than or equal to 1, unless phones = 2 says how many real ones train")
         return devices

@@ -34,7 +34,7 @@ from testbed.runs.display import Display
 from testbed.runs.hosts import Host, Note
 from testbed.runs.load import Look, between, look
 from testbed.runs.scenario import Scenario
-from testbed.runs.watch import WaitedInVain
+from testbed.runs.watchdog import WaitedInVain
 from testbed.virtual.predict import Prediction, predict_step
 
 ENOUGH_TO_PART = 8  # devices: of fewer, to set one apart for weight gradients costs more than it saves

@@ -45,7 +45,7 @@ class _Over(Failure):
     """The probe has seen enough."""
 
 
-class Watched:
+class WatchedEngine:
     """An engine that notes when how many products were finished, and stops after a while."""
 
     def __init__(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> None:
@@ -68,7 +68,7 @@ class Watched:
         return finished
 
 
-class Probe:
+class TrialStep:
     def __init__(self, scenario: Scenario) -> None:
         """Captures the step, which takes a few seconds."""
         self._scenario = scenario
@@ -79,7 +79,7 @@ class Probe:
         (tokens,) = batches(read_text(data.text), 1, data.batch, data.sequence, scenario.seed)
         torch.manual_seed(scenario.seed)
         model: Any = build_model(config)
-        self._executor = Executor(_Nobody(), early=begins_early(scenario))
+        self._executor = Executor(_NoDevices(), early=begins_early(scenario))
         forward = distribute(model, self._executor.run)
         if scenario.planner.keep:
             self._executor.keep(model.parameters(), uses=training.micro_batches)
@@ -133,18 +133,18 @@ class Probe:
 
     def _taken(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> list[float]:
         """When each of the step's products was finished, as far as it came."""
-        watched = self._executor.engine = Watched(engine, now_s, limit_s)
+        watched = self._executor.engine = WatchedEngine(engine, now_s, limit_s)
         try:
             self._step()
             self._executor.weights_changed()
         except _Over:
             self._executor.forget_kept()
         finally:
-            self._executor.engine = _Nobody()
+            self._executor.engine = _NoDevices()
         return watched.finished_s
 
 
-class _Nobody:
+class _NoDevices:
     """Between two probes no product may be asked for."""
 
     def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:

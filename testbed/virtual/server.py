@@ -58,7 +58,7 @@ from ps.transport.notices import stragglers_named
 from ps.transport.operands import Operand
 from ps.transport.records import Records
 from ps.transport.server import HEARTBEAT_S
-from testbed.runs.watch import WaitedInVain
+from testbed.runs.watchdog import WaitedInVain
 from testbed.virtual.modelled import schedule
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class VirtualServer:
         if self._arithmetic:
             for product in products:
                 np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
-        new = [Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]
+        new = [Submission(job, p.request, p.critical, p.plan, p.kept) for job, p in numbered.items()]
         instructions = self._dispatcher.handle(JobsSubmitted(new, ahead), self.clock.now_s)
         for job, product in numbered.items():
             self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))

@@ -31,7 +31,7 @@ _IPC_FILTER_PID = 58  # ZMQ_IPC_FILTER_PID: only this process may connect
 
 
 @dataclass(slots=True)
-class Room:
+class CallerSocket:
     zmq_socket: zmq.Socket[bytes]
     line: socket.socket  # what the caller sends goes in here, and what is answered comes out
     failures: zmq.Socket[bytes] | None  # of encrypted ones
@@ -50,13 +50,13 @@ class Room:
         self.line.close()
 
 
-class Rooms:
+class CallerSockets:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: str = "") -> None:
         """`secret`: the server's key; with it callers have to encrypt."""
         self._context, self._secret = context, secret
         self._folder: Path | None = None
 
-    def open(self) -> Room:
+    def open(self) -> CallerSocket:
         """OSError or ZMQError: there is no room."""
         with contextlib.ExitStack() as undo:
             inside = self._context.socket(zmq.DEALER)
@@ -81,7 +81,7 @@ class Rooms:
             line.setblocking(False)
             line.connect(where)
             undo.pop_all()
-            return Room(inside, line, failures)
+            return CallerSocket(inside, line, failures)
 
     def _bind(self, inside: zmq.Socket[bytes]) -> str:
         """Its name, as connect takes it. On Linux nothing of it is in the file system, where a process that was killed

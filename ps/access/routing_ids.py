@@ -37,7 +37,7 @@ class Held:
     frames: Frames
 
 
-class Names:
+class RoutingIds:
     """In the server's thread, but for the beginning."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
@@ -45,7 +45,7 @@ class Names:
         self._context, self._where = context, f"inproc://names-{secrets.token_hex(8)}"
         self._held: list[Held] = []
         self._question: zmq.Socket[bytes] | None = None
-        self._word = b""
+        self._challenge = b""
         self._asked_for = 0  # how many of those that are held came before the question
         router.bind(self._where)
         self._ask()
@@ -72,7 +72,7 @@ class Names:
     def hear(self, identity: bytes, frames: Frames) -> tuple[list[Held], list[Held]] | None:
         """If this is the answer to our own question: messages that may be heard now, and those whose names were
         chosen. None: it is somebody else's."""
-        if self._question is None or len(frames) != 2 or frames[1].bytes != self._word:
+        if self._question is None or len(frames) != 2 or frames[1].bytes != self._challenge:
             return None
         self._given = self._offset(identity) + 1
         self._end_question()
@@ -91,10 +91,10 @@ class Names:
 
     def _ask(self) -> None:
         """Whatever has a name by now has a smaller number than the connection that is made here."""
-        self._word, self._asked_for = secrets.token_bytes(16), len(self._held)
+        self._challenge, self._asked_for = secrets.token_bytes(16), len(self._held)
         self._question = self._context.socket(zmq.DEALER)
         self._question.connect(self._where)
-        self._question.send(self._word)
+        self._question.send(self._challenge)
 
     def _end_question(self) -> None:
         if self._question is not None:

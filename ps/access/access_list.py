@@ -1,13 +1,13 @@
 """Who may join from outside this machine: invitations, enrolled keys, revocation. Pure: no files, sockets or clock.
 
-A device is its CURVE public key. An invitation's token enrols a key, once or so many times, until it expires; from then
-on the key alone is enough, until it is revoked. An invitation from which a device was revoked is closed and enrols
-nobody any more: otherwise a revoked phone would be back with a fresh key and the same token. The token itself is not
-kept: its hash is, and hashes are compared in constant time. Tokens have 128 random bits, so a plain hash of one cannot
-be turned back by trying.
+A device is identified by its CURVE public key. The token of an invitation enrols a key, once or a stated number of
+times, until it expires. From then on the key alone is enough, until it is revoked. When a device is revoked, its
+invitation is closed and enrols no further devices: otherwise a revoked phone could return with a fresh key and the same
+token. Only the hash of a token is stored, and hashes are compared in constant time. Tokens have 128 random bits, so the
+hash cannot be inverted by guessing.
 
-`Book` is all there is to know. Functions take one and return the next; `ps/access/book_file.py` keeps it on disk, and
-`ps/access/joining.py` asks it who comes in. Moments are seconds since 1970, as people write them.
+`AccessList` is the whole state. Functions take one and return the next. `ps/access/access_file.py` keeps it on disk,
+and `ps/access/joining.py` asks it who may join. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Enrolled:
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class AccessList:
     secret: str = ""  # the server's own secret key; empty: none was made yet
     listening: tuple[str, ...] = ()  # HOST:PORT where a running server takes encrypted connections
     enrolling: int = 0  # the port beside it where tokens enrol keys
@@ -97,52 +97,54 @@ def hash_token(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def invite(book: Book, id_: str, token: str, uses: int, lifetime_s: float, now_s: float) -> Book:
+def invite(access_list: AccessList, id_: str, token: str, uses: int, lifetime_s: float, now_s: float) -> AccessList:
     if not 1 <= uses <= MAX_USES:
         raise UserError(f"an invitation for {uses} devices; it must be between 1 and {MAX_USES:,}")
     if not 0 < lifetime_s <= 10 * 365 * 86_400:
         raise UserError("an invitation must expire, within ten years")
     fresh = Invitation(id_, hash_token(token), uses, 0, now_s, now_s + lifetime_s)
-    kept = [i for i in book.invitations if i.state(now_s) == "open" or now_s < _ended_s(i) + FORGOTTEN_AFTER_S]
-    return replace(book, invitations=(*kept, fresh))
+    kept = [i for i in access_list.invitations if i.state(now_s) == "open" or now_s < _ended_s(i) + FORGOTTEN_AFTER_S]
+    return replace(access_list, invitations=(*kept, fresh))
 
 
 def _ended_s(invitation: Invitation) -> float:
     return min(invitation.expires_s, invitation.revoked_s or invitation.expires_s)
 
 
-def admit(book: Book, key: str, token: str, name: str, now_s: float) -> tuple[Book, Enrolled | Refusal]:
+def admit(
+    access_list: AccessList, key: str, token: str, name: str, now_s: float
+) -> tuple[AccessList, Enrolled | Refusal]:
     """Somebody who holds this key asks to join."""
-    known = book.find(key)
+    known = access_list.find(key)
     if known is not None:
         if known.revoked_s is not None:
-            return book, REVOKED
+            return access_list, REVOKED
         seen = replace(known, name=name, last_seen_s=now_s)
-        return replace(book, enrolled=tuple(seen if d is known else d for d in book.enrolled)), seen
+        return replace(access_list, enrolled=tuple(seen if d is known else d for d in access_list.enrolled)), seen
     if not token:
-        return book, NO_INVITATION
-    invitation = _matching(book, token)
+        return access_list, NO_INVITATION
+    invitation = _matching(access_list, token)
     if invitation is None:
-        return book, WRONG_TOKEN
+        return access_list, WRONG_TOKEN
     state = invitation.state(now_s)
     if state != "open":
-        return book, OF_NO_USE[state]
+        return access_list, OF_NO_USE[state]
     once_less = replace(invitation, used=invitation.used + 1)
     device = Enrolled(key, name, invitation.id, now_s, now_s)
-    invitations = tuple(once_less if i is invitation else i for i in book.invitations)
-    return replace(book, invitations=invitations, enrolled=(*book.enrolled, device)), device
+    invitations = tuple(once_less if i is invitation else i for i in access_list.invitations)
+    return replace(access_list, invitations=invitations, enrolled=(*access_list.enrolled, device)), device
 
 
-def _matching(book: Book, token: str) -> Invitation | None:
+def _matching(access_list: AccessList, token: str) -> Invitation | None:
     """The invitation with this token. All are compared, each in constant time: how long it takes tells nothing."""
     asked, found = hash_token(token), None
-    for invitation in book.invitations:
+    for invitation in access_list.invitations:
         if hmac.compare_digest(invitation.token_hash, asked):
             found = invitation
     return found
 
 
-def seen(book: Book, here: Mapping[str, tuple[float, str]]) -> Book:
+def seen(access_list: AccessList, here: Mapping[str, tuple[float, str]]) -> AccessList:
     """Devices with these keys were here until then, under these names; no name: as before."""
 
     def then(device: Enrolled) -> Enrolled:
@@ -151,58 +153,60 @@ def seen(book: Book, here: Mapping[str, tuple[float, str]]) -> Book:
         last_seen_s, name = here[device.key]
         return replace(device, last_seen_s=last_seen_s, name=name or device.name)
 
-    return replace(book, enrolled=tuple(map(then, book.enrolled)))
+    return replace(access_list, enrolled=tuple(map(then, access_list.enrolled)))
 
 
-def revoke_device(book: Book, which: str, now_s: float, keep_invitation: bool = False) -> tuple[Book, Enrolled]:
+def revoke_device(
+    access_list: AccessList, which: str, now_s: float, keep_invitation: bool = False
+) -> tuple[AccessList, Enrolled]:
     """`which`: a fingerprint, or else a name. It must mean one device. The invitation it came with is closed, unless
     its owner says otherwise."""
-    device = _the_one(book.enrolled, which)
+    device = _the_one(access_list.enrolled, which)
     gone = replace(device, revoked_s=now_s if device.revoked_s is None else device.revoked_s)
-    book = replace(book, enrolled=tuple(gone if d is device else d for d in book.enrolled))
-    came_with = None if keep_invitation else find_invitation(book, device.invitation)
+    access_list = replace(access_list, enrolled=tuple(gone if d is device else d for d in access_list.enrolled))
+    came_with = None if keep_invitation else find_invitation(access_list, device.invitation)
     if came_with is not None and came_with.closed_s is None:
-        book = _with_invitation(book, came_with, replace(came_with, closed_s=now_s))
-    return book, gone
+        access_list = _with_invitation(access_list, came_with, replace(came_with, closed_s=now_s))
+    return access_list, gone
 
 
-def find_invitation(book: Book, id_: str) -> Invitation | None:
-    return next((i for i in book.invitations if i.id == id_), None)
+def find_invitation(access_list: AccessList, id_: str) -> Invitation | None:
+    return next((i for i in access_list.invitations if i.id == id_), None)
 
 
-def _with_invitation(book: Book, before: Invitation, after: Invitation) -> Book:
-    return replace(book, invitations=tuple(after if i is before else i for i in book.invitations))
+def _with_invitation(access_list: AccessList, before: Invitation, after: Invitation) -> AccessList:
+    return replace(access_list, invitations=tuple(after if i is before else i for i in access_list.invitations))
 
 
-def reopen_invitation(book: Book, id_: str, now_s: float) -> tuple[Book, Invitation]:
+def reopen_invitation(access_list: AccessList, id_: str, now_s: float) -> tuple[AccessList, Invitation]:
     """Devices may join again with an invitation that was closed because one of them was revoked."""
-    invitation = _invitation(book, id_)
+    invitation = _invitation(access_list, id_)
     opened = replace(invitation, closed_s=None)
     if opened.state(now_s) != "open":
         raise UserError(
             f"invitation {id_} is {opened.state(now_s)} and cannot be reopened; make a new one: cleave invite"
         )
-    return _with_invitation(book, invitation, opened), opened
+    return _with_invitation(access_list, invitation, opened), opened
 
 
-def revoke_invitation(book: Book, id_: str, now_s: float) -> tuple[Book, Invitation]:
-    invitation = _invitation(book, id_)
+def revoke_invitation(access_list: AccessList, id_: str, now_s: float) -> tuple[AccessList, Invitation]:
+    invitation = _invitation(access_list, id_)
     gone = replace(invitation, revoked_s=now_s if invitation.revoked_s is None else invitation.revoked_s)
-    return _with_invitation(book, invitation, gone), gone
+    return _with_invitation(access_list, invitation, gone), gone
 
 
-def _invitation(book: Book, id_: str) -> Invitation:
-    invitation = find_invitation(book, id_)
+def _invitation(access_list: AccessList, id_: str) -> Invitation:
+    invitation = find_invitation(access_list, id_)
     if invitation is None:
         raise UserError(f"there is no invitation {id_!r}; `cleave invitations` lists them")
     return invitation
 
 
-def forgive(book: Book, which: str, now_s: float) -> tuple[Book, Standing]:
+def forgive(access_list: AccessList, which: str, now_s: float) -> tuple[AccessList, Standing]:
     """`which`: a fingerprint, or else a name. Its ban is lifted; if several devices have that name, those that are
     banned must be one."""
-    found = [s for s in book.standings if which == standing_fingerprint(s)]
-    found = found or [s for s in book.standings if which == s.name]
+    found = [s for s in access_list.standings if which == standing_fingerprint(s)]
+    found = found or [s for s in access_list.standings if which == s.name]
     found = [s for s in found if s.banned(now_s)] or found
     if not found:
         raise UserError(f"nothing is held against {which!r}; `cleave devices` shows the standing of devices")
@@ -210,7 +214,7 @@ def forgive(book: Book, which: str, now_s: float) -> tuple[Book, Standing]:
         prints = ", ".join(standing_fingerprint(s) for s in found)
         raise UserError(f"{len(found)} devices are called {which!r}; say which by its fingerprint: {prints}")
     good = forgiven(found[0], now_s)
-    return replace(book, standings=tuple(good if s is found[0] else s for s in book.standings)), good
+    return replace(access_list, standings=tuple(good if s is found[0] else s for s in access_list.standings)), good
 
 
 def standing_fingerprint(standing: Standing) -> str:
@@ -236,16 +240,16 @@ class Budget:
     """So much at once, and so much a second: what a stranger may cost."""
 
     most: float
-    a_second: float
+    per_second: float
     left: float
     asked_s: float
 
     @classmethod
-    def full(cls, most: float, a_second: float, now_s: float) -> Budget:
-        return cls(most, a_second, most, now_s)
+    def full(cls, most: float, per_second: float, now_s: float) -> Budget:
+        return cls(most, per_second, most, now_s)
 
     def take(self, amount: float, now_s: float) -> bool:
-        self.left = min(self.most, self.left + self.a_second * max(0.0, now_s - self.asked_s))
+        self.left = min(self.most, self.left + self.per_second * max(0.0, now_s - self.asked_s))
         self.asked_s = now_s
         if amount > self.left:
             return False

@@ -26,7 +26,7 @@ class WaitedInVain(Failure):
     """No device came that could go on, for as long as the scenario waits."""
 
 
-class Watched(Protocol):
+class WatchedServer(Protocol):
     """What the watch needs of a server."""
 
     totals: Totals
@@ -69,8 +69,8 @@ class Patience:
         return self.waited_s(now_s) > self.limit_s
 
 
-class Watch:
-    def __init__(self, server: Watched, wait_s: float, notice: Callable[[str], None]) -> None:
+class Watchdog:
+    def __init__(self, server: WatchedServer, wait_s: float, notice: Callable[[str], None]) -> None:
         """`wait_s`: for a device that can go on, at most."""
         self._server, self._notice = server, notice
         self._patience = Patience(wait_s)
@@ -128,7 +128,7 @@ class Watch:
                 )
             )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
 

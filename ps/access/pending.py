@@ -18,15 +18,15 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Visitor:
+class _Pending:
     address: str
     until_s: float
 
 
-class Visitors:
+class PendingConnections:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._here: OrderedDict[int, _Visitor] = OrderedDict()  # the first to be due comes first
+        self._here: OrderedDict[int, _Pending] = OrderedDict()  # the first to be due comes first
         self._from: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Visitors:
     def came(self, who: int, address: str, now_s: float, spare: int = 0) -> list[int]:
         """Who has to go for it. `spare`: so many more may be here."""
         self.gone(who)
-        self._here[who] = _Visitor(address, now_s + self.limits.seconds)
+        self._here[who] = _Pending(address, now_s + self.limits.seconds)
         self._from[address] += 1
         crowded = ""
         if self._from[address] > self.limits.of_an_address + spare:
@@ -51,28 +51,28 @@ class Visitors:
             crowded = self._from.most_common(1)[0][0]
         if not crowded:
             return []
-        oldest = next(number for number, visitor in self._here.items() if visitor.address == crowded)
+        oldest = next(number for number, pending in self._here.items() if pending.address == crowded)
         self.gone(oldest)
         return [oldest]
 
     def heard(self, who: int, now_s: float) -> None:
         """Its time begins anew."""
-        if (visitor := self._here.get(who)) is not None:
-            visitor.until_s = now_s + self.limits.seconds
+        if (pending := self._here.get(who)) is not None:
+            pending.until_s = now_s + self.limits.seconds
             self._here.move_to_end(who)
 
     def gone(self, who: int) -> None:
         """Let in, sent away, or gone by itself."""
-        if (visitor := self._here.pop(who, None)) is not None:
-            self._from[visitor.address] -= 1
-            if not self._from[visitor.address]:
-                del self._from[visitor.address]
+        if (pending := self._here.pop(who, None)) is not None:
+            self._from[pending.address] -= 1
+            if not self._from[pending.address]:
+                del self._from[pending.address]
 
     def overdue(self, now_s: float) -> list[int]:
         """Those whose time is up; they are gone."""
         due = []
-        for who, visitor in self._here.items():
-            if visitor.until_s > now_s:
+        for who, pending in self._here.items():
+            if pending.until_s > now_s:
                 break
             due.append(who)
         for who in due:
