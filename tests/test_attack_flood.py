@@ -276,7 +276,7 @@ def one_with_a_ticket(server: Server) -> socket.socket:
 def test_who_does_not_join_in_time_is_cut_off(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, door: str, begun: bytes
 ) -> None:
-    limits = Limits(most=10, of_an_address=10, seconds=0.3)
+    limits = Limits(most=10, per_address=10, seconds=0.3)
     monkeypatch.setattr("ps.access.entrance.LOCAL", limits)
     monkeypatch.setattr("ps.access.guard.UNJOINED", limits)
     server = Server().start()

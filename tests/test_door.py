@@ -419,7 +419,7 @@ def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, unt
         assert len(recorder.replay()) == 64 + 170  # a greeting and the handshake's WELCOME, which holds nothing yet
     until(lambda: bool(guarded.refusals()), "the server says so")
     assert len(guarded.refusals()) == 1
-    assert "repeats what somebody else has sent" in guarded.refusals()[0]
+    assert "replays messages of another connection" in guarded.refusals()[0]
     assert guarded.server.devices == 0
     assert guarded.server.totals.sent_bytes == 0
     assert not product.done.is_set()

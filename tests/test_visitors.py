@@ -17,7 +17,7 @@ from ps.access.caller_sockets import CallerSockets
 from ps.access.pending import Limits, PendingConnections
 from ps.access.relay import Rate, Relay
 
-LIMITS = Limits(most=6, of_an_address=3, seconds=10.0)
+LIMITS = Limits(most=6, per_address=3, seconds=10.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.sampled_from(["come", "go", "speak"]))))
@@ -40,7 +40,7 @@ def test_there_are_never_more_than_may_be_and_nobody_stays_too_long(steps: list[
         assert set(visitors.all) == set(here)
         assert all(since_s > now_s - LIMITS.seconds for _, since_s in here.values())
         assert len(here) <= LIMITS.most
-        assert all(sum(a == address for a, _ in here.values()) <= LIMITS.of_an_address for address in "abc")
+        assert all(sum(a == address for a, _ in here.values()) <= LIMITS.per_address for address in "abc")
 
 
 def test_those_who_say_nothing_keep_nobody_out() -> None:

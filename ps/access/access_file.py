@@ -98,10 +98,7 @@ class AccessFile:
             if following != before:
                 remove_parts(self.path)
                 write_private(self.path, _as_lines(following), durable=durable or self._later_durable)
-                self._access_list, self._stamp = (
-                    following,
-                    self._look(),
-                )  # no other process writes while we hold the lock
+                self._access_list, self._stamp = following, self._look()  # no other process writes meanwhile
             self._later.clear()
             self._later_durable = False
             return answer

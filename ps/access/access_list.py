@@ -23,19 +23,19 @@ from ps.access.reputation import Standing, forgiven
 
 TOKEN_BYTES = 16
 MAX_USES = 100_000
-FORGOTTEN_AFTER_S = 30 * 86_400.0  # an invitation that is of no more use is listed for so long
+FORGOTTEN_AFTER_S = 30 * 86_400.0  # an invitation that can no longer be used stays listed this long
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
     id: str
     token_hash: str
-    uses: int  # how many devices it may enrol
+    uses: int  # number of devices it may enrol
     used: int
     created_s: float
     expires_s: float
     revoked_s: float | None = None
-    closed_s: float | None = None  # when a device that came with it was revoked, unless its owner has reopened it
+    closed_s: float | None = None  # when a device that it enrolled was revoked; None again once the owner reopens it
 
     def state(self, now_s: float) -> str:
         if self.revoked_s is not None:
@@ -50,12 +50,12 @@ class Invitation:
 @dataclass(frozen=True, slots=True)
 class Enrolled:
     key: str  # public, Z85
-    name: str  # as it called itself last
+    name: str  # the name it used last
     invitation: str
     first_seen_s: float
     last_seen_s: float
     revoked_s: float | None = None
-    devices: int = 1  # how many a connection with this key may bring; a pod brings many
+    devices: int = 1  # most devices per connection with this key; a pod brings many
 
     @property
     def state(self) -> str:
@@ -64,12 +64,12 @@ class Enrolled:
 
 @dataclass(frozen=True, slots=True)
 class AccessList:
-    secret: str = ""  # the server's own secret key; empty: none was made yet
-    listening: tuple[str, ...] = ()  # HOST:PORT where a running server takes encrypted connections
-    enrolling: int = 0  # the port beside it where tokens enrol keys
+    secret: str = ""  # the server's secret key; empty: not created yet
+    listening: tuple[str, ...] = ()  # HOST:PORT where a running server accepts encrypted connections
+    enrolling: int = 0  # port on the same host where tokens enrol keys
     invitations: tuple[Invitation, ...] = ()
     enrolled: tuple[Enrolled, ...] = ()
-    standings: tuple[Standing, ...] = ()  # of devices, those of plain lines too; see ps/access/reputation.py
+    standings: tuple[Standing, ...] = ()  # of all devices, including unencrypted ones; see ps/access/reputation.py
 
     def find(self, key: str) -> Enrolled | None:
         return next((device for device in self.enrolled if device.key == key), None)
@@ -78,10 +78,10 @@ class AccessList:
 @dataclass(frozen=True, slots=True)
 class Refusal:
     reason: str
-    until_s: float | None = None  # seconds from now until it may be otherwise
+    until_s: float | None = None  # seconds from now until a new attempt may succeed
 
 
-# Words for those who are refused. They say what to do next, and to strangers nothing that they do not know.
+# Messages to refused devices. They say what to do next, and tell an unknown client nothing new.
 NO_INVITATION = Refusal("this server takes only invited devices; ask its owner for an invitation")
 WRONG_TOKEN = Refusal("this server knows no such invitation; ask its owner for a new one")
 OF_NO_USE = {
@@ -114,7 +114,7 @@ def _ended_s(invitation: Invitation) -> float:
 def admit(
     access_list: AccessList, key: str, token: str, name: str, now_s: float
 ) -> tuple[AccessList, Enrolled | Refusal]:
-    """Somebody who holds this key asks to join."""
+    """The holder of this key asks to join."""
     known = access_list.find(key)
     if known is not None:
         if known.revoked_s is not None:
@@ -136,7 +136,7 @@ def admit(
 
 
 def _matching(access_list: AccessList, token: str) -> Invitation | None:
-    """The invitation with this token. All are compared, each in constant time: how long it takes tells nothing."""
+    """The invitation with this token. All are compared, each in constant time, so timing reveals nothing."""
     asked, found = hash_token(token), None
     for invitation in access_list.invitations:
         if hmac.compare_digest(invitation.token_hash, asked):
@@ -145,7 +145,7 @@ def _matching(access_list: AccessList, token: str) -> Invitation | None:
 
 
 def seen(access_list: AccessList, here: Mapping[str, tuple[float, str]]) -> AccessList:
-    """Devices with these keys were here until then, under these names; no name: as before."""
+    """Note when devices with these keys were last connected, and their names; an empty name keeps the old one."""
 
     def then(device: Enrolled) -> Enrolled:
         if device.key not in here:
@@ -159,8 +159,8 @@ def seen(access_list: AccessList, here: Mapping[str, tuple[float, str]]) -> Acce
 def revoke_device(
     access_list: AccessList, which: str, now_s: float, keep_invitation: bool = False
 ) -> tuple[AccessList, Enrolled]:
-    """`which`: a fingerprint, or else a name. It must mean one device. The invitation it came with is closed, unless
-    its owner says otherwise."""
+    """`which`: a fingerprint, or else a name; it must identify one device. The invitation it came with is closed too,
+    unless `keep_invitation` is set."""
     device = _the_one(access_list.enrolled, which)
     gone = replace(device, revoked_s=now_s if device.revoked_s is None else device.revoked_s)
     access_list = replace(access_list, enrolled=tuple(gone if d is device else d for d in access_list.enrolled))
@@ -179,7 +179,7 @@ def _with_invitation(access_list: AccessList, before: Invitation, after: Invitat
 
 
 def reopen_invitation(access_list: AccessList, id_: str, now_s: float) -> tuple[AccessList, Invitation]:
-    """Devices may join again with an invitation that was closed because one of them was revoked."""
+    """Let devices join again with an invitation that was closed because one of its devices was revoked."""
     invitation = _invitation(access_list, id_)
     opened = replace(invitation, closed_s=None)
     if opened.state(now_s) != "open":
@@ -203,8 +203,8 @@ def _invitation(access_list: AccessList, id_: str) -> Invitation:
 
 
 def forgive(access_list: AccessList, which: str, now_s: float) -> tuple[AccessList, Standing]:
-    """`which`: a fingerprint, or else a name. Its ban is lifted; if several devices have that name, those that are
-    banned must be one."""
+    """`which`: a fingerprint, or else a name. Lifts the ban. If several devices have that name, exactly one of them
+    must be banned."""
     found = [s for s in access_list.standings if which == standing_fingerprint(s)]
     found = found or [s for s in access_list.standings if which == s.name]
     found = [s for s in found if s.banned(now_s)] or found
@@ -223,7 +223,7 @@ def standing_fingerprint(standing: Standing) -> str:
 
 
 def _the_one(devices: tuple[Enrolled, ...], which: str) -> Enrolled:
-    """A device chooses its name, which may be the fingerprint of another one: fingerprints come first."""
+    """Fingerprints are matched first: a device chooses its name, which may equal another device's fingerprint."""
     found = [device for device in devices if which == fingerprint(device.key)]
     found = found or [device for device in devices if which == device.name]
     found = [device for device in found if device.state == "enrolled"] or found
@@ -237,7 +237,7 @@ def _the_one(devices: tuple[Enrolled, ...], which: str) -> Enrolled:
 
 @dataclass(slots=True)
 class Budget:
-    """So much at once, and so much a second: what a stranger may cost."""
+    """A token bucket: `most` at once, refilled at `per_second`. Limits what an unknown client can cost."""
 
     most: float
     per_second: float

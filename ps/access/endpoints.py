@@ -1,4 +1,4 @@
-"""All that listens, opened together: the entrance, where devices knock, and the ROUTER that only the admitted reach."""
+"""Opens every listening socket: the entrance for unknown clients, and the ROUTER that only admitted ones reach."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from ps.access.listening import (
 )
 from ps.access.routing_ids import RoutingIds
 
-IO_THREADS = 2  # one of them encrypts about 1 GB/s
+IO_THREADS = 2  # one thread encrypts about 1 GB/s
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     context: zmq.Context[zmq.Socket[bytes]]
-    router: zmq.Socket[bytes]  # of those who are admitted
+    router: zmq.Socket[bytes]  # of admitted connections
     entrance: Entrance
-    routing_ids: RoutingIds  # of its connections
+    routing_ids: RoutingIds  # of the router's connections
     guard: Guard
     admission: ConnectionAdmission
     join_admission: JoinAdmission
     tickets: Tickets
     refusals: Refusals
     public_key: str  # empty if nothing is encrypted
-    address: str  # of the entrance on this machine
-    data_address: str  # where its tickets let in
-    public_addresses: list[str]  # encrypted, for those who are invited
-    unlisted_addresses: list[str]  # the same, but invitations do not name them
-    enrolment_addresses: list[str]  # the entrances beside the public ones
+    address: str  # the entrance on this machine
+    data_address: str  # where its tickets are valid
+    public_addresses: list[str]  # encrypted, for invited devices
+    unlisted_addresses: list[str]  # encrypted, but not named in invitations
+    enrolment_addresses: list[str]  # the entrances next to the public addresses
 
 
 def open_endpoints(
@@ -57,7 +57,7 @@ def open_endpoints(
     say: Callable[[str], None],
     bundle: Callable[[], tuple[str, str]],
 ) -> Endpoints:
-    """Nothing listens if one of them cannot."""
+    """Open all endpoints, or none if one of them fails."""
     encrypted = [*listen, *unlisted]
     if encrypted and access is None:
         raise AddressError(f"cannot listen on {encrypted[0]}: nothing says who may join there")
@@ -79,7 +79,7 @@ def open_endpoints(
             encrypt(router, access.keys.secret)
             public, hidden = ([bind(router, endpoint) for endpoint in some] for some in (listen, unlisted))
             listeners += [listen_beside(address) for address in public]
-        own = access.impatient() if access is not None else None  # of the entrance's thread
+        own = access.impatient() if access is not None else None  # for the entrance's thread
         admission = ConnectionAdmission(own, tickets, refusals)
         join_admission = JoinAdmission(access, admission, refusals)
         enrolment = [address_of(listener) for listener in listeners[1:]]

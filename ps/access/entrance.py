@@ -1,8 +1,9 @@
-"""Where devices knock: HELLO in, TICKET or REFUSED out. A thread, a ZeroMQ context and sockets of its own.
+"""The entrance: HELLO in, TICKET or REFUSED out. Runs in its own thread, with its own ZeroMQ context and sockets.
 
-What is not admitted meets only this thread, and costs at most a small share of a core and a few MiB. On this machine
-everybody gets a ticket, in the clear; elsewhere, encrypted, those whose token enrols their key. The thread also answers
-ZeroMQ's questions about connections to the data endpoints, and cuts those that do not join (`ps/access/guard.py`).
+Clients that are not admitted reach only this thread, and cost at most a small share of a core and a few MiB. On this
+machine every client gets a ticket, unencrypted; from elsewhere, over an encrypted connection, only those whose token
+enrols their key. The thread also answers ZeroMQ's ZAP requests for the data endpoints, and cuts connections that do not
+join (`ps/access/guard.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ log = logging.getLogger(__name__)
 
 FRAMES = 8
 MESSAGES_PER_TURN = 64
-# Of a core that strangers may cost, and how much of it at once: beyond that this thread sleeps, and they wait.
+# Share of a core that unknown clients may cost, and the burst: beyond that this thread sleeps, and they wait.
 SHARE, AT_ONCE_S = 0.1, 0.05
-LOOK_S, IDLE_S = 0.02, 0.5  # how often connections that have not joined are looked at; and if there are none
+LOOK_S, IDLE_S = 0.02, 0.5  # interval between checks of connections that have not joined; and if there are none
 
 SAY_HELLO = Refused("this is the entrance: say HELLO first, and join where the ticket says", final=False)
 
@@ -46,13 +47,13 @@ class Entrance:
         data_port: int,
         bundle: Callable[[], tuple[str, str]],
     ) -> None:
-        """`questions`: the authenticator of the data endpoints. `local`, `remote`: where callers connect, in the clear
-        or encrypted with the server's `secret` key. `data_port`: where a ticket lets them in."""
-        self.refused = 0  # callers, and messages that made no sense
+        """`questions`: ZAP requests of the data endpoints. `local`, `remote`: where callers connect, unencrypted or
+        encrypted with the server's `secret` key. `data_port`: where a ticket is valid."""
+        self.refused = 0  # callers, and malformed messages
         self._admission, self._refusals, self._guard, self._questions = admission, refusals, guard, questions
         self._data_port, self._bundle = data_port, bundle
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three a call; those that are closed count for a moment
+        self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three per call; closed ones count for a moment
         self._own_questions = self._context.socket(zmq.REP)
         self._own_questions.bind("inproc://zeromq.zap.01")
         self._caller_sockets = [CallerSockets(self._context), CallerSockets(self._context, secret)]
@@ -85,7 +86,7 @@ class Entrance:
                 try:
                     turned_s = self._turn(turned_s)
                 except Exception:
-                    log.exception("the entrance stumbled")
+                    log.exception("the entrance failed at one event")
                     time.sleep(0.1)
         finally:
             self._close()
@@ -106,8 +107,8 @@ class Entrance:
                 for caller_socket in relay.speaking(ready):
                     self._listen(caller_socket)
                 strangers |= relay.attend(ready, now_s)
-            except Exception:  # ZeroMQ's questions are answered whatever happens here
-                log.exception("a relay of the entrance stumbled")
+            except Exception:  # ZAP requests must be answered whatever happens here
+                log.exception("a relay of the entrance failed at one event")
         self._answer(self._own_questions, self._admission.entrance_user_id)
         strangers |= self._answer(self._questions, self._let_in)
         strangers |= self._guard.attend()
@@ -118,7 +119,7 @@ class Entrance:
         return now_s
 
     def _rest(self, seconds: float) -> None:
-        """Strangers wait, but what they send is looked at: it does not wait for us."""
+        """Make unknown clients wait, but keep checking what they send: it arrives without our reading it."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(LOOK_S, left_s))
@@ -129,7 +130,7 @@ class Entrance:
         questions: zmq.Socket[bytes],
         user_id: Callable[[bytes, bytes, Sequence[bytes]], bytes | None],
     ) -> bool:
-        """ZeroMQ's, about new connections (ZAP). True if one was refused."""
+        """Answer one ZAP request about a new connection. True if it was refused."""
         refused = False
         for _ in range(MESSAGES_PER_TURN):
             if not questions.poll(0):
@@ -140,15 +141,15 @@ class Entrance:
                 answer = [b"400", b"not known here", b""] if user is None else [b"200", b"OK", user]
             except TooOften:
                 user, answer = None, [b"300", b"try again", b""]
-            except Exception:  # without an answer there are no more questions, and nobody gets in
-                log.exception("the entrance cannot tell who may come in")
+            except Exception:  # without an answer ZeroMQ asks no more, and no device gets in
+                log.exception("the entrance cannot decide about a connection")
                 user, answer = None, [b"300", b"try again", b""]
             questions.send_multipart([version, request, *answer, b""])
             refused |= user is None
         return refused
 
     def _let_in(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
-        """To the data endpoints."""
+        """Admission to the data endpoints."""
         if (user := self._admission.user_id(domain, mechanism, credentials)) is not None:
             self._guard.let_in(time.monotonic())
             self._guard.enrolled = len(self._admission.read().enrolled)
@@ -170,9 +171,7 @@ class Entrance:
                 raise WireError(f"{len(frames)} frames, at most {FRAMES} are allowed")
             match decode(frames):
                 case Hello() as hello:
-                    if (
-                        caller_socket.greeted
-                    ):  # with many tickets for one, those of others are gone before they are used
+                    if caller_socket.greeted:  # many tickets for one caller would displace those of others
                         self.refused += 1
                         return
                     caller_socket.greeted = True

@@ -1,7 +1,7 @@
-"""Who has connected and is not let in yet: how many, from where, and for how long. Pure: no sockets, no clock.
+"""Connections that are not admitted yet: how many, from which address, and for how long. Pure: no sockets, no clock.
 
-When there are too many, one has to go for every one that comes: the oldest of the address that has most of them. So
-connections that say nothing never keep others out: a device that is quick gets in.
+When there are too many, each new one displaces the oldest one of the address that has the most. So silent connections
+never keep others out: a device that speaks promptly gets in.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Limits:
     most: int  # at the same time
-    of_an_address: int
-    seconds: float  # until it is let in, or is sent away
+    per_address: int
+    seconds: float  # until it is admitted or cut
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Pending:
 class PendingConnections:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._here: OrderedDict[int, _Pending] = OrderedDict()  # the first to be due comes first
+        self._here: OrderedDict[int, _Pending] = OrderedDict()  # in the order of their deadlines
         self._from: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -40,12 +40,12 @@ class PendingConnections:
         return list(self._here)
 
     def came(self, who: int, address: str, now_s: float, spare: int = 0) -> list[int]:
-        """Who has to go for it. `spare`: so many more may be here."""
+        """Add a connection. Returns those that it displaces. `spare`: allowed beyond the limits."""
         self.gone(who)
         self._here[who] = _Pending(address, now_s + self.limits.seconds)
         self._from[address] += 1
         crowded = ""
-        if self._from[address] > self.limits.of_an_address + spare:
+        if self._from[address] > self.limits.per_address + spare:
             crowded = address
         elif len(self._here) > self.limits.most + spare:
             crowded = self._from.most_common(1)[0][0]
@@ -56,20 +56,20 @@ class PendingConnections:
         return [oldest]
 
     def heard(self, who: int, now_s: float) -> None:
-        """Its time begins anew."""
+        """Restart its time."""
         if (pending := self._here.get(who)) is not None:
             pending.until_s = now_s + self.limits.seconds
             self._here.move_to_end(who)
 
     def gone(self, who: int) -> None:
-        """Let in, sent away, or gone by itself."""
+        """It was admitted, was cut, or has closed."""
         if (pending := self._here.pop(who, None)) is not None:
             self._from[pending.address] -= 1
             if not self._from[pending.address]:
                 del self._from[pending.address]
 
     def overdue(self, now_s: float) -> list[int]:
-        """Those whose time is up; they are gone."""
+        """Connections whose time is up; they are removed."""
         due = []
         for who, pending in self._here.items():
             if pending.until_s > now_s:
