@@ -161,7 +161,7 @@ def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
     program = phone.launch("--ps", newer.plain_address)
     assert newer.next_join() == VERSION
     newer.refuse(sha256=release.sha256)
-    assert_refused(phone, program, "it was offered over a plain line")
+    assert_refused(phone, program, "it was offered over an unencrypted connection")
     assert newer.asked == []
 
 

@@ -321,7 +321,7 @@ class Session:
         return min(MAX_FRAME_BYTES, most if data is None else min(most, data.left_bytes + data.spare_bytes + 1))
 
     def _judge(self, unfinished: Unfinished) -> str:
-        """Why the connection must end; empty if it need not. Called by the gate's thread."""
+        """Why the connection must end; empty if it need not. Called by the thread of InboundLimit."""
         data = self._owner.data
         if data is not None and unfinished.arrived_bytes > data.left_bytes + data.spare_bytes:
             arrived, left = format_size(unfinished.arrived_bytes), format_size(max(0, data.left_bytes))

@@ -496,7 +496,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ps", required=True, help="the server, tcp://HOST:PORT")
     parser.add_argument("--links", choices=LINKS, default="model", help="off: no modelled time at all")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
+        "--scale", type=float, default=1.0, help="factor by which modelled time is slower than real time"
     )
     parser.add_argument("--clock-offset-ns", type=int, default=0, help="of the server's clock, on another machine")
     parser.add_argument("--bare", action="store_true", help="no answer waits until it is due by the model")

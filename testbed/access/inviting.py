@@ -1,4 +1,4 @@
-"""What `cleave invite` does: an invitation written down, and the same as a link, a command and a QR code."""
+"""`cleave invite`: records an invitation, and shows it as a link, a command and a QR code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ps.access.access_list import TOKEN_BYTES, AccessList, invite
 from testbed.access.releases import trusted_signer
 from testbed.access.signing import read_signer
 
-OWN_ADDRESSES = 3  # of this machine in a link, at most: a QR code must be small enough to be read
+OWN_ADDRESSES = 3  # of this machine in a link: a QR code must stay small enough to be read
 EVERYWHERE = ("0.0.0.0", "[::]", "*")
 
 
@@ -40,7 +40,7 @@ class Invited:
 
 
 def qr_code(text: str) -> str:
-    """For a terminal, two rows of squares a line."""
+    """For a terminal, two rows of squares per line."""
     out = io.StringIO()
     segno.make(text, error="l", micro=False).terminal(out, compact=True, border=2)
     return out.getvalue()
@@ -54,8 +54,8 @@ def new_invitation(
     enrol_port: int = 0,
     signer: str | None = None,
 ) -> Invited:
-    """`enrol_port`: where devices bring its token, if they see it elsewhere than the server. `signer`: whose
-    releases the device may install; otherwise whom the server trusts, if there is one."""
+    """`enrol_port`: where devices present the token, if not at the server's own port. `signer`: whose releases the
+    device may install; by default the signer that the server trusts, if any."""
     named = read_signer(signer) if signer else trusted_signer(access.path.parent)
     addresses = reachable(access.read(), given)
     token, id_, now_s = secrets.token_urlsafe(TOKEN_BYTES), secrets.token_hex(3), time.time()
@@ -70,7 +70,7 @@ def new_invitation(
 
 
 def reachable(access_list: AccessList, given: Sequence[str]) -> list[str]:
-    """Where a device may find the server: as given, or where one listens now."""
+    """Addresses where a device may find the server: as given, or where one listens now."""
     ports = [address.rpartition(":")[2] for address in access_list.listening]
     if given:
         addresses = [_with_port(address, ports) for address in given]
@@ -103,7 +103,7 @@ def _seen_from_elsewhere(address: str) -> list[str]:
 
 
 def own_addresses() -> list[str]:
-    """IPv4 addresses of this machine, the one that leads outside first."""
+    """IPv4 addresses of this machine, the one of the default route first."""
     found = [
         entry.address
         for entries in psutil.net_if_addrs().values()
@@ -115,7 +115,7 @@ def own_addresses() -> list[str]:
 
 
 def _address_outside() -> str:
-    """Nothing is sent: a datagram socket that is connected has chosen its own address, and that is all."""
+    """Sends nothing: connecting a datagram socket only chooses its own address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,7 +1,7 @@
 """`make bench`: the data plane, a training step, the emulator's density, rounds over thousands of devices, planning,
 encryption, the three clocks.
 
-What is compared is measured in one run, pass by pass in turn, best of several: machines are noisy, ratios less so.
+What is compared is measured in one run, in alternating passes, best of several: machines are noisy, ratios less so.
 Results go to runs/bench-*/bench.json and, as a table, to the screen.
 """
 
@@ -74,7 +74,7 @@ def main() -> int:
             )
         )
     if "c" in options.only:
-        display.say("(c) emulator density: 4,000 devices, 2,000 blocks a second; about 15 s")
+        display.say("(c) emulator density: 4,000 devices, 2,000 blocks per second; about 15 s")
         result = raw["density"] = density.measure()
         kib, late_ms = result["bytes_per_device"] / 1024, 1e3 * result["late_p99_s"]
         rate = f"{result['blocks_per_s']:,.0f} blocks/s"
@@ -103,7 +103,7 @@ def main() -> int:
     if "g" in options.only:
         from testbed.bench import encryption
 
-        display.say("(g) encryption: bytes a second and a step of a fleet, plain and encrypted in turn; about 90 s")
+        display.say("(g) encryption: bytes per second and a step of a fleet, plain and encrypted in turn; about 90 s")
         rows += _encryption(raw.setdefault("encryption", encryption.measure()))
     if "l" in options.only:
         from testbed.bench import links
@@ -140,7 +140,7 @@ def one_round(work: Work, devices: int, repeats: int) -> float:
 
 
 def data_plane(work: Work, repeats: int) -> dict[str, Any]:
-    """Ours and raw ZeroMQ in turn, NumPy after them."""
+    """Ours and raw ZeroMQ in turn, then NumPy."""
     a, b = work.operands()
     plan = ours.plan_over(work, 2)
     mine: list[float] = []
@@ -225,7 +225,7 @@ def _encryption(result: dict[str, Any]) -> list[Row]:
     rows = []
     for way in ("down", "up"):
         rate, plain = (result[kind][way] for kind in ("encrypted", "plain"))
-        compared = f"plain {plain:.2f} GB/s; {result['encrypted']['cpu_s_a_gb']:.1f} s of the processor a GB"
+        compared = f"plain {plain:.2f} GB/s; {result['encrypted']['cpu_s_a_gb']:.1f} s of CPU time per GB"
         rows.append(Row(f"(g) {way}, encrypted", f"{rate:.2f} GB/s", compared, rate / plain, "0.8 GB/s", rate >= 0.8))
     step = result["step"]
     took = f"{step['encrypted_s']:.2f} s, {100 * step['differs']:+.1f}%"
@@ -253,7 +253,7 @@ def _clocks(result: dict[str, Any]) -> list[Row]:
         rows.append(Row(f"(v) step of the quickstart, {name}", took, modelled, None, "within 3%", abs(differs) <= 0.03))
     for devices, goal, figures in ((100, 10, result["100 devices"]), (1000, 2, result)):
         ratio = result[f"faster_{devices}"]
-        took = f"{figures['virtual']['host_s']:.3f} s a step, {figures['virtual']['blocks']:,} blocks"
+        took = f"{figures['virtual']['host_s']:.3f} s per step, {figures['virtual']['blocks']:,} blocks"
         wall = f"wall {figures['wall']['host_s']:.2f} s"
         rows.append(Row(f"(v) shapes only, {devices:,} devices", took, wall, ratio, f"at least {goal}x", ratio >= goal))
     return rows

@@ -1,9 +1,9 @@
-"""Do containers of one device keep their model's time? `python -m testbed.bench.containers`, beside a Docker engine.
+"""Whether one-device containers keep their model's time. `python -m testbed.bench.containers`, next to a Docker engine.
 
-A device of so many GFLOP/s behind a line that the kernel shapes, one block after the other. Twice: under its quota
+A device of a given GFLOP/s behind a line that the kernel shapes, one block after the other. Twice: under its quota
 alone, where nothing is modelled and a block takes what its bytes take on the line and its arithmetic under the quota
-(real throttling); and as in a run, where the pod also holds an answer until its model says so. The quota is the same.
-Blocks are large: what is small is over before a quota, which is counted in periods of 10 to 20 ms, begins to act.
+(real throttling); and as in a run, where the pod also holds an answer until it is due by the model. The quota is the
+same. Blocks are large: a small one is over before a quota, which is counted in periods of 10 to 20 ms, takes effect.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from testbed.runs.scenario import Launch
 GFLOPS = (5.0, 10.0, 20.0, 40.0)
 DOWN_BPS, UP_BPS = 400e6, 200e6
 OVERHEAD_S = 1e-4
-BLOCKS, UNCOUNTED, BLOCK_S = 8, 1, 0.5  # the first one pays for pages that later ones find there
-GOAL = 0.1  # of the model's time, either way
+BLOCKS, UNCOUNTED, BLOCK_S = 8, 1, 0.5  # the first one pays for pages that later ones find allocated
+GOAL = 0.1  # deviation from the model's time, either way
 WAYS = {"quota alone": True, "and waiting": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of blocks one at a time, over what the model says."""
+    """Of blocks one at a time, relative to the model."""
 
     share: float
     block_s: float  # by the model
     computing_s: float
     blocks: NDArray[np.float64]  # from sending a block to its answer
-    computing: NDArray[np.float64]  # as the pod says
+    computing: NDArray[np.float64]  # as reported by the pod
 
 
 def measure(container_host: ContainerHost, gflops: float, bare: bool) -> Times:

@@ -25,11 +25,11 @@ invitations_app = typer.Typer(
     help="Invitations: list them, revoke or reopen one.", invoke_without_command=True, rich_markup_mode=None
 )
 State = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Where the server's key and its devices are written down.")
+    Path | None, typer.Option(metavar="FOLDER", help="Folder of the server's key and its list of devices.")
 ]
 Signer = Annotated[
     str | None,
-    typer.Option(metavar="FILE.pub", help="Whose releases of the agent it may install; see cleave release trust."),
+    typer.Option(metavar="FILE.pub", help="Signer of the agent releases it may install; see cleave release trust."),
 ]
 Format = Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")]
 
@@ -53,7 +53,7 @@ def invite(
 ) -> None:
     """Invite a device: a link, a command and a QR code with which it joins, over an encrypted connection.
 
-    Whoever has the link may join with it, so hand it over as you would a key. A running server takes it at once.
+    Anyone who has the link can join with it, so treat it like a key. A running server accepts it at once.
 
     \b
       cleave invite                                   one device, within a day
@@ -146,7 +146,7 @@ def devices(context: typer.Context, state: State = None, format: Format = "table
         }
         for d in access_list.enrolled
     ]
-    rows += [  # devices on plain lines, and keys that are no longer listed
+    rows += [  # unencrypted devices, and keys that are no longer listed
         {
             "name": s.name,
             "fingerprint": standing_fingerprint(s),
@@ -197,7 +197,7 @@ def revoke_device(
 ) -> None:
     """Shut a device out, for good. A running server drops it within a heartbeat.
 
-    The invitation it came with enrols nobody any more, or the device would be back with a new key: it is closed until
+    The invitation it came with enrols no more devices, or this one could return with a new key: it is closed until
     `cleave invitations reopen ID`, withdrawn (--with-invitation), or left open (--keep-invitation).
     """
     from agent.identity.keys import fingerprint
@@ -209,14 +209,14 @@ def revoke_device(
     print(f"revoked: {gone.name}, key {fingerprint(gone.key)}")
     came_with = access.find_invitation(file.read(), gone.invitation)
     if came_with is None or came_with.state(time.time()) not in ("open", "closed"):
-        return  # nobody can join with it anyway
+        return  # no device can join with it anyway
     if with_invitation is None and sys.stdin.isatty():
         with_invitation = typer.confirm(f"Withdraw invitation {came_with.id}, with which it came?", default=True)
     if with_invitation:
         file.change(lambda access_list: access.revoke_invitation(access_list, came_with.id, time.time()))
         print(f"withdrawn: {came_with.id}, with which it came")
     elif keep:
-        print(f"invitation {came_with.id} stays open: whoever has its link may join, this device with a new key, too")
+        print(f"invitation {came_with.id} stays open: anyone with its link can join, even this device with a new key")
     else:
         print(
             f"closed: invitation {came_with.id}, with which it came; for other devices: cleave invitations reopen "
@@ -249,11 +249,11 @@ def _show(rows: list[dict[str, str]], format_: str, nothing: str) -> None:
 
     table = Table()
     for heading in rows[0]:
-        # what a device is called by is never cut off, however narrow the terminal: its name is its own choice
+        # identifiers are never cut off, however narrow the terminal; a name is the device's own choice
         whole = max(len(row[heading]) for row in rows) if heading in ("id", "fingerprint") else None
         table.add_column(heading, min_width=whole, no_wrap=whole is not None)
     for row in rows:
-        table.add_row(*(Text(value) for value in row.values()))  # not as markup: strangers choose names
+        table.add_row(*(Text(value) for value in row.values()))  # no markup: device owners choose names
     console = Console(highlight=False)
     (console if console.is_terminal else Console(highlight=False, width=110)).print(table)
 

@@ -83,7 +83,7 @@ def invite(
 
 
 def _is_served(script: bytes, port: int) -> bool:
-    """By a run with server.files, and the same agent."""
+    """Whether a run with server.files already serves the same agent."""
     import http.client
     import urllib.request
 
@@ -150,14 +150,14 @@ def stop(dry_run: DryRun = False, format: Format = "table") -> None:
 
 @phones_app.command()
 def update(state: State = None, dry_run: DryRun = False, format: Format = "table") -> None:
-    """Bring the published release, or this checkout's agent, to every phone, and start it as it was started before."""
+    """Install the published release, or this checkout's agent, on every phone, and start it with the same options."""
     port = _server_port(_access(state))
     _for_each(lambda deployment, phone, channel: deployment.update(phone, channel), port, dry_run, format, state=state)
 
 
 @phones_app.command()
 def logs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="One file a phone is written here.")] = Path("logs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Gets one log file per phone.")] = Path("logs"),
     dry_run: DryRun = False,
     format: Format = "table",
 ) -> None:
@@ -223,7 +223,7 @@ def _show(phones: list[Phone], format_: str) -> None:
 
     table = Table(*rows[0])
     for row in rows:
-        table.add_row(*(Text(value) for value in row.values()))  # not as markup: it comes from phones
+        table.add_row(*(Text(value) for value in row.values()))  # no markup: the text comes from phones
     console = Console(highlight=False)
     (console if console.is_terminal else Console(highlight=False, width=130)).print(table)
 

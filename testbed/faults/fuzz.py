@@ -101,7 +101,7 @@ class Outcome:
             "a product was wrong": bool(self.server.get("wrong")),
             "no product was complete": not self.server.get("products"),
             f"{self.tracebacks} tracebacks were logged": bool(self.tracebacks),
-            f"{self.blocks_to_strangers} blocks went to strangers": bool(self.blocks_to_strangers),
+            f"{self.blocks_to_strangers} blocks went to devices that had not joined": bool(self.blocks_to_strangers),
             f"its memory grew by {self.grown_bytes / 2**20:.1f} MiB": not self.is_flat and self.messages >= JUDGED_FROM,
             f"it keeps too many devices: {self.server.get('kept')}": self.kept_too_many,
         }
@@ -359,7 +359,7 @@ def main() -> int:
         print(f"fuzz: {error}; seed {options.seed}", file=sys.stderr)
         return 1
     rate = outcome.messages / outcome.seconds
-    print(f"{outcome.messages:,} messages in {outcome.seconds:.0f} s, {rate:,.0f} a second: {dict(outcome.sent)}")
+    print(f"{outcome.messages:,} messages in {outcome.seconds:.0f} s, {rate:,.0f} per second: {dict(outcome.sent)}")
     print(json.dumps(outcome.server, indent=1))
     grown, warm = outcome.grown_bytes / 2**20, outcome.memory_bytes[min(outcome.warm_looks, LOOKS)] / 2**20
     verdict = "flat" if outcome.is_flat else "NOT flat"
