@@ -1,4 +1,4 @@
-"""A small HTTP server that strangers cannot keep busy: one thread for all connections, a deadline on every wait.
+"""A small HTTP server that attackers cannot keep busy: one thread for all connections, a deadline on every wait.
 
 A connection has WHOLE_S in total and REQUEST_S for its request, counted from when it opens and not from its latest
 byte, so one that trickles is cut off. There are at most CONNECTIONS, and PER_ADDRESS from one address; a further one

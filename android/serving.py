@@ -107,7 +107,7 @@ def paste(script: bytes, url: str, link: str) -> str:
 
 
 class Files(Answering):
-    """Serves the files read-only, and phone_scripts, each for one phone, which answers with a POST."""
+    """Serves the files read-only, and scripts, each for one phone, which answers with a POST."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

@@ -140,7 +140,7 @@ def test_a_pod_that_nobody_holds_ends_with_a_silent_server(start: Start, serve: 
     server._shipping.send = lambda peer, message: True  # type: ignore[method-assign]  # it goes without a word
     server._requests.wake()
     assert program.wait() == 1
-    assert "nobody holds our standard input" in program.output
+    assert "our standard input is closed" in program.output
     assert not process.is_running()
 
 

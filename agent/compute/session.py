@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from queue import Empty
 from typing import Protocol
@@ -169,9 +169,7 @@ class Session:
                     return None
                 if self._owner.fileno() in events:
                     self._owner.heard()
-                for woken in (self._woken, self._inbound_woken):
-                    while woken in events and woken.poll(0):
-                        woken.recv()
+                self._clear_wake_ups(events)
                 self._return()
                 try:
                     if line.socket in events and (ending := self._take(line.receive(0))) is not None:
@@ -198,6 +196,11 @@ class Session:
                 socket.close(linger=0)
             if not line.socket.closed:
                 line.close()
+
+    def _clear_wake_ups(self, events: Container[object]) -> None:
+        for woken in (self._woken, self._inbound_woken):
+            while woken in events and woken.poll(0):
+                woken.recv()
 
     def _broken(self) -> str:
         """Why the connection cannot be used further; empty if it can."""

@@ -127,8 +127,8 @@ class Worker:
         log.info("not working: %s%s", decision.reason, _until(decision))
         self._tell("suspended", decision.reason, decision.until_s)
         if not self._said_why and not decision.broken & OF_THE_NETWORK:
-            nobody = np.empty(0, "<u4")
-            excuse = Leave(nobody, decision.reason, decision.until_s, self._join.labels[0])
+            no_devices = np.empty(0, "<u4")
+            excuse = Leave(no_devices, decision.reason, decision.until_s, self._join.labels[0])
             entered = self._enter(context, EXCUSE_S, lambda: self._stop.requested)
             if isinstance(entered, tuple):
                 where, credentials = entered

@@ -81,13 +81,13 @@ def poisson_churn(devices: int, leave_per_s: float, mean_away_s: float, duration
     """Each present device leaves at a constant rate and stays away for an exponential time: memoryless both ways, so
     that departures are a Poisson process. With a rate of 0 all devices stay."""
     if not (leave_per_s >= 0 and math.isfinite(leave_per_s)):
-        raise TraceError(f"departures a second are {leave_per_s}; give 0 or more, e.g. 0.0002 (one in 83 minutes)")
+        raise TraceError(f"departures per second are {leave_per_s}; give 0 or more, e.g. 0.0002 (one in 83 minutes)")
     if not (mean_away_s > 0 and math.isfinite(mean_away_s)):
         raise TraceError(f"the mean absence is {mean_away_s} s; it must be more than 0, e.g. 600")
     if leave_per_s == 0:
         _check(devices, duration_s, math.inf)
-        everybody = np.arange(devices)
-        return _trace(everybody, np.zeros(devices), np.full(devices, duration_s), devices, duration_s, "poisson")
+        every_device = np.arange(devices)
+        return _trace(every_device, np.zeros(devices), np.full(devices, duration_s), devices, duration_s, "poisson")
     return renewal(exponential(1 / leave_per_s), exponential(mean_away_s), devices, duration_s, seed, "poisson")
 
 

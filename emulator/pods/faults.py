@@ -213,7 +213,7 @@ def exhaust(limit_bytes: int) -> None:
     hoard = []
     for _ in range(-(-limit_bytes // HOARD_BYTES)):
         hoard.append(b"x" * HOARD_BYTES)  # written, so that the memory is really allocated
-    raise OrderError(f"nobody minds that this pod has {limit_bytes:,} bytes: no memory limit is in force here")
+    raise OrderError(f"this pod has {limit_bytes:,} bytes and was not stopped: no memory limit is in force here")
 
 
 def report(at_ns: int, order: Order, devices: list[int], count: int) -> str:

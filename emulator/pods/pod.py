@@ -131,15 +131,7 @@ class Pod:
             line = self._connect(context, endpoint)
             while True:
                 ready = self._wait(line)
-                for text in self._orders.take(ready):
-                    order = Order.parse(text, len(self._profiles))
-                    if line is None and order.do == "return":
-                        self._return(order, None)
-                        line = self._connect(context, endpoint)
-                    else:
-                        self._obey(order, line)
-                if thawed := self._thawed():
-                    line = self._admit(thawed, line) or self._connect(context, endpoint)
+                line = self._obey_all(self._orders.take(ready), line, lambda: self._connect(context, endpoint))
                 if line is None:  # no device is present
                     if self.stopping:
                         return 0
@@ -148,14 +140,9 @@ class Pod:
                     case Work() as work:
                         self._take(work)
                     case Cancel(blocks=blocks):
-                        if not (self._to_compute or self._to_send):
-                            self._cancelled.clear()  # none of the blocks they named are here
-                        self._cancelled.update(blocks.tolist())
+                        self._cancel(blocks.tolist())
                     case Forgotten(device=local):
-                        device = int(self._numbers.device[local])
-                        if self._numbers.answering[local]:
-                            self._numbers.dismiss([device])
-                            self._admit([device], line)
+                        self._forgotten(local, line)
                     case Welcome():
                         self._welcomes = max(0, self._welcomes - 1)
                         self._join_more(line)
@@ -181,7 +168,7 @@ class Pod:
                     return 0
                 if line.lost:
                     if not self._orders.open:
-                        log.error("no word from the server, and nobody holds our standard input: ending")
+                        log.error("no word from the server, and our standard input is closed: ending")
                         return 1
                     if not line.stands:
                         log.warning("no word from the server, and the connection is broken: joining again")
@@ -253,6 +240,19 @@ class Pod:
         return self._orders.descriptor in dict(self._poller.poll(int(wait_s * 1000)))
 
     # ---- orders
+
+    def _obey_all(self, texts: Iterable[str], line: Line | None, connect: Callable[[], Line | None]) -> Line | None:
+        """Carry out these orders, and let devices return that have thawed. Returns the connection, new or as before."""
+        for text in texts:
+            order = Order.parse(text, len(self._profiles))
+            if line is None and order.do == "return":
+                self._return(order, None)
+                line = connect()
+            else:
+                self._obey(order, line)
+        if thawed := self._thawed():
+            line = self._admit(thawed, line) or connect()
+        return line
 
     def _obey(self, order: Order, line: Line | None) -> None:
         """Carry out the order, count it and report it. Devices that cannot follow it are skipped: an absent device can
@@ -362,6 +362,18 @@ class Pod:
             missed.append(heapq.heappop(self._unnoticed)[1])
         if missed:
             line.send(Leave(np.array(missed, dtype="<u4"), "silent (emulated)"))
+
+    def _cancel(self, blocks: list[tuple[int, int, int]]) -> None:
+        if not (self._to_compute or self._to_send):
+            self._cancelled.clear()  # none of the blocks they named are here
+        self._cancelled.update(blocks)
+
+    def _forgotten(self, local: int, line: Line) -> None:
+        """The server has dropped the connection of this device, which joins again if it is still present."""
+        device = int(self._numbers.device[local])
+        if self._numbers.answering[local]:
+            self._numbers.dismiss([device])
+            self._admit([device], line)
 
     # ---- work
 

@@ -104,8 +104,8 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     height = np.clip(one / width, 1, shape.rows)
     rectangles = np.maximum(cells / np.maximum(one, 1e-300), 1)
     separate = rectangles >= 2
-    everybody = slice(None)
-    down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
+    all_devices = slice(None)
+    down_s, compute_s, up_s = queue_seconds(profiles, all_devices, shape, rectangles, height, width, height + width)
     total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
     worth = np.clip(total_s / STRIP_S, 1, np.minimum(MOST_STRIPS, credit))
     if max(request.left_uses, request.right_uses) == 1:

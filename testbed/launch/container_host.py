@@ -144,7 +144,7 @@ def _answer(stream: Stream, question: bytes) -> dict[str, Any]:
         received = stream.receive()
         if received is None or time.monotonic() > deadline:
             raise EngineError(
-                f"a container that was to look around said nothing: {stream.errors.decode(errors='replace').strip()}"
+                f"the container that checks the host said nothing: {stream.errors.decode(errors='replace').strip()}"
             )
         said += received
     told: dict[str, Any] = json.loads(said)
