@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from agent.protocol.errors import UserError
 from emulator.availability.churn import (
+    AvailabilityTrace,
     Event,
     Schedule,
-    Trace,
     TraceError,
     audit,
     flash_sessions,
@@ -38,7 +38,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def intervals(trace: Trace) -> dict[str, list[tuple[float, float]]]:
+def intervals(trace: AvailabilityTrace) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in trace.names}
     for of, start, end in zip(trace.device.tolist(), trace.start_s.tolist(), trace.end_s.tolist(), strict=True):
         found[trace.names[of]].append((start, end))
@@ -173,7 +173,7 @@ def test_any_text_is_a_trace_or_refused_in_one_line(
 ) -> None:
     path = written(tmp_path_factory.getbasetemp(), name, header + text)
     try:
-        found: Trace | str = read_trace(path)
+        found: AvailabilityTrace | str = read_trace(path)
     except TraceError as error:
         found = str(error)
     assert "\n" not in found if isinstance(found, str) else len(found.device)
@@ -213,7 +213,7 @@ def test_a_trace_that_makes_no_sense_cannot_be_made(
     device: list[int], start_s: list[float], end_s: list[float]
 ) -> None:
     with pytest.raises(TraceError):
-        Trace(("a",), np.array(device), np.array(start_s, float), np.array(end_s, float), duration_s=10.0)
+        AvailabilityTrace(("a",), np.array(device), np.array(start_s, float), np.array(end_s, float), duration_s=10.0)
 
 
 def test_a_trace_can_be_asked_who_is_there_and_how_many_on_average() -> None:
@@ -284,12 +284,12 @@ def test_a_cut_lognormal_has_the_mean_it_says() -> None:
     assert drawn.mean() == pytest.approx(cut.mean_s, rel=0.01)
 
 
-def whole_sessions_s(trace: Trace) -> np.ndarray:
+def whole_sessions_s(trace: AvailabilityTrace) -> np.ndarray:
     whole = (trace.start_s > 0) & (trace.end_s < trace.duration_s)
     return (trace.end_s - trace.start_s)[whole]
 
 
-def rate_per_available_hour(trace: Trace) -> float:
+def rate_per_available_hour(trace: AvailabilityTrace) -> float:
     departures = int((trace.end_s < trace.duration_s).sum())
     return departures / float(trace.device_seconds(trace.duration_s) / HOUR)
 
@@ -363,7 +363,7 @@ def test_a_trace_that_cannot_be_made_up_is_refused(
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> Trace:
+def traces(draw: st.DrawFn) -> AvailabilityTrace:
     """Up to 5 devices; whole seconds, so that edges meet often, also those of the trace."""
     duration = draw(st.integers(1, 60))
     edges = [draw(st.lists(st.integers(0, duration), unique=True, max_size=10)) for _ in range(draw(st.integers(1, 5)))]
@@ -385,7 +385,7 @@ SPEEDS = st.sampled_from([0.25, 1.0, 3.0, 60.0, 0.7])
 @settings(deadline=None)
 @given(traces(), FLEETS, SPEEDS, OFFSETS, st.integers(0, 99), st.lists(st.floats(0, 2.5), max_size=20))
 def test_who_is_there_is_what_the_trace_says_at_any_time(
-    trace: Trace, devices: int, speed_up: float, begin: float, seed: int, moments: list[float]
+    trace: AvailabilityTrace, devices: int, speed_up: float, begin: float, seed: int, moments: list[float]
 ) -> None:
     offset_s = begin * trace.duration_s
     schedule = Schedule.from_trace(trace, devices, speed_up=speed_up, offset_s=offset_s, seed=seed)
@@ -402,7 +402,7 @@ def test_who_is_there_is_what_the_trace_says_at_any_time(
 @settings(deadline=None)
 @given(traces(), FLEETS, SPEEDS, OFFSETS, st.integers(0, 99))
 def test_leaving_and_joining_alternate_for_every_device_also_from_pass_to_pass(
-    trace: Trace, devices: int, speed_up: float, begin: float, seed: int
+    trace: AvailabilityTrace, devices: int, speed_up: float, begin: float, seed: int
 ) -> None:
     schedule = Schedule.from_trace(trace, devices, speed_up=speed_up, offset_s=begin * trace.duration_s, seed=seed)
     there = schedule.present.copy()
@@ -417,7 +417,7 @@ def test_leaving_and_joining_alternate_for_every_device_also_from_pass_to_pass(
 @settings(deadline=None)
 @given(traces(), FLEETS, SPEEDS, st.integers(0, 99))
 def test_a_speed_up_divides_every_time_and_changes_nothing_else(
-    trace: Trace, devices: int, speed_up: float, seed: int
+    trace: AvailabilityTrace, devices: int, speed_up: float, seed: int
 ) -> None:
     slow, fast = (Schedule.from_trace(trace, devices, speed_up=s, seed=seed) for s in (1.0, speed_up))
     assert [event[1:] for event in slow.events] == [event[1:] for event in fast.events]
@@ -428,7 +428,7 @@ def test_a_speed_up_divides_every_time_and_changes_nothing_else(
 
 @settings(deadline=None)
 @given(traces(), FLEETS, st.integers(0, 99))
-def test_the_same_seed_gives_the_same_schedule(trace: Trace, devices: int, seed: int) -> None:
+def test_the_same_seed_gives_the_same_schedule(trace: AvailabilityTrace, devices: int, seed: int) -> None:
     one, two = (Schedule.from_trace(trace, devices, seed=seed) for _ in range(2))
     assert one.events == two.events
     assert np.array_equal(one.present, two.present)

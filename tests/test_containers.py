@@ -24,7 +24,7 @@ from agent.identity.keys import Curve, Keys
 from agent.protocol.errors import UserError
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.containers.allotments import LEAST_US, MESSAGES_SHARE, OWN_BYTES, allotment
-from emulator.containers.engine import IMAGE, RUN_LABEL, Engine, EngineError, NoEngine, Spec
+from emulator.containers.engine import IMAGE, RUN_LABEL, DockerEngine, EngineError, NoEngine, Spec
 from emulator.containers.subnets import free_subnets, split
 from emulator.containers.throttle import container_group, thread_of
 from emulator.links.netlink import in_namespace
@@ -279,7 +279,7 @@ def test_links_are_checked_from_inside_containers_and_nothing_is_left(
 def test_the_quota_of_what_computes_is_really_a_limit_and_goes_with_its_container(at: TestEngine) -> None:
     limits = allotment(20e9, 1 << 30, 80e9, modelled=False)
     whole, quota = limits.container, limits.arithmetic
-    made = Engine("quota", "")
+    made = DockerEngine("quota", "")
     try:
         command = ["timeit", "-n", "1", "-r", "1", f"exec({SPIN!r})"]
         spec = Spec("cleave-quota", command, "none", whole.quota_us, whole.period_us, limits.memory_bytes)
@@ -347,9 +347,9 @@ def test_no_engine_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch:
 def test_an_engine_that_one_may_not_use_says_how_to_get_the_right(at: TestEngine) -> None:
     code = """
 import os, docker, requests
-from emulator.containers.engine import Engine
+from emulator.containers.engine import DockerEngine
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
-try: Engine()
+try: DockerEngine()
 except Exception as error: print(type(error).__name__, error)
 """
     command = [sys.executable, "-c", code]

@@ -17,7 +17,7 @@ from testbed.runs.doctor import (
     MOST_DEVICES,
     STRETCH_ENOUGH,
     Fact,
-    Honest,
+    HonestFleet,
     advice,
     as_json,
     facts,
@@ -92,7 +92,7 @@ def test_a_command_that_does_not_exist_has_failed() -> None:
 # ---- the largest honest number
 
 
-def search(limit: float, asked: int, growth: float = 1.0, limit_s: float = 1e9) -> tuple[Honest, list[int]]:
+def search(limit: float, asked: int, growth: float = 1.0, limit_s: float = 1e9) -> tuple[HonestFleet, list[int]]:
     host = FakeHost()
 
     def measure(devices: int) -> Fidelity:

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.links.probe import GROUP_BPS, Asked, Measured, Rate, groups, spans_s
+from emulator.links.probe import GROUP_BPS, Asked, MeasuredLink, Rate, groups, spans_s
 from emulator.links.shaping import Applied
 from emulator.model.link import LinkSpec
 from testbed.inspect import link_check
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = LinkSpec(20e6, 1e6, 0.03, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-EXACT = Measured("10.253.0.2", 20e6, 1e6, 0.05)
+EXACT = MeasuredLink("10.253.0.2", 20e6, 1e6, 0.05)
 CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "links", "check", "quickstart"]
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="network namespaces need root")
 
@@ -40,7 +40,7 @@ as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, re
         (replace(EXACT, round_trip_s=0.04), ("round trip",)),
     ],
 )
-def test_a_link_is_judged_by_both_rates_and_the_round_trip(got: Measured, wrong: tuple[str, ...]) -> None:
+def test_a_link_is_judged_by_both_rates_and_the_round_trip(got: MeasuredLink, wrong: tuple[str, ...]) -> None:
     assert link_check.judge("phone", SPEC, got, latency_in_kernel=True).wrong == wrong
 
 

@@ -209,7 +209,7 @@ def test_a_twin_with_a_quota_is_told_what_its_agent_pays_for_messages(
     for name, less in (("ROWS", 50), ("TRIES", 0), ("PAIRS", 1)):
         monkeypatch.setattr(message_cost, name, less)
     samples = read_samples(written(tmp_path, document))
-    device = twin_blocks.Device(samples, calibrate(samples))
+    device = twin_blocks.TwinDevice(samples, calibrate(samples))
     said: list[str] = []
     found = twin.compare([device], 1, 0.02, 0, said.append)
     assert found.now[0].message_s is not None

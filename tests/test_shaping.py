@@ -21,7 +21,7 @@ from emulator.links import netlink
 from emulator.links.lab import POD_ADDRESS, PREFIX, SERVER_ADDRESS, LinkLab, link_lab
 from emulator.links.netlink import Netlink, in_namespace
 from emulator.links.probe import Asked, ProbeServer, measure
-from emulator.links.shaping import Kernel, PrefixTaken, ShapingError, apply, change, clear, probe
+from emulator.links.shaping import KernelSupport, PrefixTaken, ShapingError, apply, change, clear, probe
 from emulator.links.shaping_plan import CONGESTION_CONTROLS, PodLinks, addresses, class_rate
 from emulator.model.link import LinkSpec
 from ps.access.access_file import AccessFile
@@ -36,7 +36,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = LinkSpec(20e6, 1e6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-GOOD = Kernel(allowed=True, htb=True, bpf=True, netem=False)
+GOOD = KernelSupport(allowed=True, htb=True, bpf=True, netem=False)
 
 
 @pytest.fixture
@@ -278,12 +278,12 @@ def test_a_prefix_in_use_is_told_apart_so_that_another_can_be_chosen(lab: LinkLa
 @pytest.mark.parametrize(
     ("kernel", "says"),
     [
-        (Kernel(False, False, False, False), "root, or the capabilities NET_ADMIN"),
-        (Kernel(True, False, False, True), "no queueing discipline htb"),
-        (Kernel(True, True, False, True), "no classifier bpf"),
+        (KernelSupport(False, False, False, False), "root, or the capabilities NET_ADMIN"),
+        (KernelSupport(True, False, False, True), "no queueing discipline htb"),
+        (KernelSupport(True, True, False, True), "no classifier bpf"),
     ],
 )
-def test_a_kernel_that_cannot_is_told_with_what_to_use_instead(lab: LinkLab, kernel: Kernel, says: str) -> None:
+def test_a_kernel_that_cannot_is_told_with_what_to_use_instead(lab: LinkLab, kernel: KernelSupport, says: str) -> None:
     before = state(lab)
     with pytest.raises(ShapingError, match=says) as caught:
         apply([pod_links(lab, PLAIN)], kernel)

@@ -25,8 +25,8 @@ from emulator.links.shaping_plan import (
     LEAST_BPS,
     LUMP_S,
     MOST_SEGMENTS,
-    PlanError,
     PodLinks,
+    ShapingPlanError,
     Way,
     addresses,
     classifier,
@@ -243,13 +243,13 @@ def test_addresses_are_the_first_that_can_be_classes() -> None:
     ],
 )
 def test_what_a_kernel_cannot_give_is_refused_in_one_line(pod: PodLinks, says: str) -> None:
-    with pytest.raises(PlanError, match=re.escape(says)) as caught:
+    with pytest.raises(ShapingPlanError, match=re.escape(says)) as caught:
         make_plan(pod, netem=True)
     assert "\n" not in str(caught.value)
 
 
 def test_more_devices_than_classes_are_refused_with_what_to_do() -> None:
-    with pytest.raises(PlanError, match=r"65,533 devices, 70,000 are asked for; take more pods .* links.kind"):
+    with pytest.raises(ShapingPlanError, match=r"65,533 devices, 70,000 are asked for; take more pods .* links.kind"):
         addresses("10.9.0.0/16", 70_000)
 
 
@@ -279,7 +279,7 @@ def test_a_pod_s_links_survive_json(pod: PodLinks) -> None:
 
 @pytest.mark.parametrize("told", [{}, {"interface": "eth0"}, {"interface": "eth0", "devices": [], "speed": 1}])
 def test_json_that_does_not_add_up_is_refused(told: dict[str, object]) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapingPlanError):
         PodLinks.from_json(told)
 
 

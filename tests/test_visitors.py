@@ -15,7 +15,7 @@ from ps.access.admission import MOST, POD, TICKET, TICKET_S, Refusals, Tickets
 from ps.access.allowance import SPARE_ANSWERS, SPARE_BYTES, SPARE_JOINS, SPARE_MESSAGES, Allowance
 from ps.access.caller_sockets import CallerSockets
 from ps.access.pending import Limits, PendingConnections
-from ps.access.relay import Rate, Relay
+from ps.access.relay import CallRate, Relay
 
 LIMITS = Limits(most=6, per_address=3, seconds=10.0)
 
@@ -121,7 +121,7 @@ def test_a_gate_without_descriptors_hangs_up(monkeypatch: pytest.MonkeyPatch) ->
     def none_left(*kind: int) -> socket.socket:
         raise OSError(errno.EMFILE, "too many open files")
 
-    listener, rate = _Scarce(), Rate((10.0, 10.0), (10.0, 10.0))
+    listener, rate = _Scarce(), CallRate((10.0, 10.0), (10.0, 10.0))
     with zmq.Context() as context:
         refusals = Refusals(lambda text: None)
         gate = Relay(cast("socket.socket", listener), CallerSockets(context).open, refusals, LIMITS, rate, 0.0)

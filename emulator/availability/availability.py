@@ -47,7 +47,7 @@ class Repairs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
-class Trace:
+class AvailabilityTrace:
     names: tuple[str, ...]  # of the devices
     device: Indices  # per interval: index into names
     start_s: Floats  # per interval; sorted
@@ -77,7 +77,10 @@ class Trace:
             raise TraceError("intervals of one device overlap or touch; trace_of() merges them")
 
     def __repr__(self) -> str:
-        return f"<Trace of {len(self)} devices, {len(self.device)} sessions, {self.duration_s:g} s, {self.source!r}>"
+        sessions = len(self.device)
+        return (
+            f"<AvailabilityTrace of {len(self)} devices, {sessions} sessions, {self.duration_s:g} s, {self.source!r}>"
+        )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -125,7 +128,7 @@ def trace_of(
     window_s: tuple[float, float] | None = None,
     silent: int = 0,
     source: str = "",
-) -> Trace:
+) -> AvailabilityTrace:
     """A trace from intervals in any order, repaired by the rules above. `window_s` is the period during which the
     devices were observed; without it, from the first start to the last end."""
     of = np.asarray(device, dtype=np.intp)
@@ -151,7 +154,7 @@ def trace_of(
     if _gaps(of, start, end).min(initial=1.0) <= 0:
         of, start, end = _merged(of, start, end)
     order = np.lexsort((of, start))
-    return Trace(
+    return AvailabilityTrace(
         names=tuple(names),
         device=of[order],
         start_s=start[order],

@@ -26,16 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.units import format_duration
-from emulator.availability.availability import Floats, Indices, Repairs, Trace, TraceError, trace_of
+from emulator.availability.availability import AvailabilityTrace, Floats, Indices, Repairs, TraceError, trace_of
 from emulator.availability.sessions import flash_sessions, poisson_churn, seti_sessions
 from emulator.availability.trace_files import read_trace
 
 __all__ = [
+    "AvailabilityTrace",
     "ChurnAudit",
     "Event",
     "Repairs",
     "Schedule",
-    "Trace",
     "TraceError",
     "audit",
     "flash_sessions",
@@ -66,7 +66,7 @@ class Schedule:
 
     @classmethod
     def from_trace(
-        cls, trace: Trace, devices: int, *, speed_up: float = 1.0, offset_s: float = 0.0, seed: int = 0
+        cls, trace: AvailabilityTrace, devices: int, *, speed_up: float = 1.0, offset_s: float = 0.0, seed: int = 0
     ) -> Schedule:
         """The schedule of a fleet of `devices` devices; `offset_s` is in trace time."""
         if devices < 1:
@@ -120,7 +120,7 @@ class Schedule:
         return present
 
 
-def _match(trace: Trace, devices: int, seed: int) -> tuple[Indices, Floats, tuple[str, ...]]:
+def _match(trace: AvailabilityTrace, devices: int, seed: int) -> tuple[Indices, Floats, tuple[str, ...]]:
     """Which device of the trace each device of the fleet follows, and its shift."""
     rng = np.random.default_rng(seed)
     have = len(trace)
@@ -138,7 +138,7 @@ def _match(trace: Trace, devices: int, seed: int) -> tuple[Indices, Floats, tupl
 
 
 def _events(
-    trace: Trace, source: Indices, phase_s: Floats, speed_up: float
+    trace: AvailabilityTrace, source: Indices, phase_s: Floats, speed_up: float
 ) -> tuple[tuple[Event, ...], NDArray[np.bool_]]:
     of, start_s, end_s = trace.by_device()
     counts = np.bincount(of, minlength=len(trace))

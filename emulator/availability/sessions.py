@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emulator.availability.availability import Floats, Indices, Trace, TraceError, trace_of
+from emulator.availability.availability import AvailabilityTrace, Floats, Indices, TraceError, trace_of
 
 HOUR_S = 3600.0
 MOST_SESSIONS = 20_000_000
@@ -77,7 +77,9 @@ def lognormal(mu: float, sigma: float, unit_s: float = 1.0, longest: float = mat
     return Durations(unit_s * mean, draws(mu), draws(mu + sigma**2))
 
 
-def poisson_churn(devices: int, leave_per_s: float, mean_away_s: float, duration_s: float, seed: int) -> Trace:
+def poisson_churn(
+    devices: int, leave_per_s: float, mean_away_s: float, duration_s: float, seed: int
+) -> AvailabilityTrace:
     """Each present device leaves at a constant rate and stays away for an exponential time: memoryless both ways, so
     that departures are a Poisson process. With a rate of 0 all devices stay."""
     if not (leave_per_s >= 0 and math.isfinite(leave_per_s)):
@@ -91,7 +93,7 @@ def poisson_churn(devices: int, leave_per_s: float, mean_away_s: float, duration
     return renewal(exponential(1 / leave_per_s), exponential(mean_away_s), devices, duration_s, seed, "poisson")
 
 
-def flash_sessions(devices: int, duration_s: float, seed: int) -> Trace:
+def flash_sessions(devices: int, duration_s: float, seed: int) -> AvailabilityTrace:
     """Phones that are locked, charging and on Wi-Fi, as in FLASH (Yang et al., WWW'21; 2,831 phones over 48 h, gaps up
     to 120 s merged, sessions under 60 s dropped).
 
@@ -107,7 +109,7 @@ def flash_sessions(devices: int, duration_s: float, seed: int) -> Trace:
     return renewal(up, away, devices, duration_s, seed, "flash")
 
 
-def seti_sessions(devices: int, duration_s: float, seed: int) -> Trace:
+def seti_sessions(devices: int, duration_s: float, seed: int) -> AvailabilityTrace:
     """Volunteers' computers as in SETI@home: up Weibull of shape 0.393 and scale 2.964 h (median 1.2 h, mean 10.3 h),
     down lognormal, mu -0.586, sigma 2.844 of hours (median 0.6 h, mean 31.8 h), hence present 24.6% of the time.
 
@@ -119,7 +121,9 @@ def seti_sessions(devices: int, duration_s: float, seed: int) -> Trace:
     return renewal(up, lognormal(SETI_DOWN_MU, SETI_DOWN_SIGMA, HOUR_S), devices, duration_s, seed, "seti")
 
 
-def renewal(up: Durations, away: Durations, devices: int, duration_s: float, seed: int, source: str) -> Trace:
+def renewal(
+    up: Durations, away: Durations, devices: int, duration_s: float, seed: int, source: str
+) -> AvailabilityTrace:
     """Alternating sessions and absences, in equilibrium from the start."""
     _check(devices, duration_s, up.mean_s + away.mean_s)
     share_up = up.mean_s / (up.mean_s + away.mean_s)
@@ -159,7 +163,7 @@ def _sessions(
 
 def _trace(
     owner: Indices, start_s: Floats, end_s: Floats, devices: int, duration_s: float, kind: str, seed: int = 0
-) -> Trace:
+) -> AvailabilityTrace:
     names = tuple(f"{kind}-{device}" for device in range(devices))
     return trace_of(names, owner, start_s, end_s, window_s=(0.0, duration_s), source=f"{kind}, seed {seed}")
 

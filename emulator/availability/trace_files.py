@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from agent.protocol.errors import UserError
-from emulator.availability.availability import LATEST_S, Trace, TraceError, trace_of
+from emulator.availability.availability import LATEST_S, AvailabilityTrace, TraceError, trace_of
 
 INTERVAL_COLUMNS = ("device", "start_s", "end_s")
 EVENT_COLUMNS = ("node_id", "event_type", "event_start_time", "event_stop_time")
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> AvailabilityTrace:
     """The trace in a file; TraceError gives the file, the line, what is wrong and what to do."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -107,7 +107,7 @@ class _Intervals:
         self.start_s.append(start_s)
         self.end_s.append(end_s)
 
-    def trace(self, window_s: tuple[float, float] | None = None, silent: int = 0) -> Trace:
+    def trace(self, window_s: tuple[float, float] | None = None, silent: int = 0) -> AvailabilityTrace:
         if all(end_s == start_s for start_s, end_s in zip(self.start_s, self.end_s, strict=True)):
             raise TraceError(
                 f"{self.path}: no interval with a length, so no device is ever available; give at least one"
@@ -123,7 +123,7 @@ class _Intervals:
         )
 
 
-def _read_intervals(path: Path, text: str) -> Trace:
+def _read_intervals(path: Path, text: str) -> AvailabilityTrace:
     intervals = _Intervals(path)
     for place, row in _rows(path, _csv_rows(path, text), INTERVAL_COLUMNS, f"a header {','.join(INTERVAL_COLUMNS)}"):
         device = intervals.name(place, row["device"])
@@ -140,7 +140,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise TraceError(f"{path}, line {reader.line_num}: not CSV ({error}); quote cells that hold commas") from None
 
 
-def _read_events(path: Path, text: str) -> Trace:
+def _read_events(path: Path, text: str) -> AvailabilityTrace:
     lines = enumerate(text.split("\n"), start=1)
     cells = ((number, (line.lstrip().removeprefix("#") if number == 1 else line).split()) for number, line in lines)
     intervals = _Intervals(path)
@@ -197,7 +197,7 @@ def _rows(
             yield f"line {number}", dict(zip(header, cells, strict=True))
 
 
-def _read_json(path: Path, text: str) -> Trace:
+def _read_json(path: Path, text: str) -> AvailabilityTrace:
     try:
         document = json.loads(text, object_pairs_hook=_no_name_twice)
     except json.JSONDecodeError as error:

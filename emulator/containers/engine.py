@@ -63,7 +63,7 @@ class Spec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-class Engine:
+class DockerEngine:
     """A connection to the engine, for one run or, without a run, for cleaning up."""
 
     def __init__(self, run: str = "", owner: str = "") -> None:

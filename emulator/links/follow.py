@@ -24,7 +24,7 @@ import numpy as np
 from agent.protocol.errors import UserError
 from emulator.links.rate_trace import PACKET_BYTES, LinkTrace, RateTrace
 from emulator.links.shaping import Ends, probe
-from emulator.links.shaping_plan import LEAST_BPS, PlanError, PodLinks, make_plan
+from emulator.links.shaping_plan import LEAST_BPS, PodLinks, ShapingPlanError, make_plan
 from emulator.model.link import LinkSpec
 
 WINDOW_S = 0.5
@@ -84,12 +84,12 @@ def _read(line: str) -> tuple[list[PodLinks], list[LinkTrace], dict[str, tuple[i
         ways = [[RateTrace(np.array(trace[way], np.int64)) for way in ("down_ms", "up_ms")] for trace in told["traces"]]
         following = {address: (int(number), float(offset)) for address, (number, offset) in told["following"].items()}
         if not all(0 <= number < len(ways) for number, _ in following.values()):
-            raise PlanError("a device follows a trace that is not given")
+            raise ShapingPlanError("a device follows a trace that is not given")
         return [PodLinks.from_json(pod) for pod in told["pods"]], [LinkTrace(*pair) for pair in ways], following
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise PlanError(f"the first line must have pods, traces and following: {error!r}") from None
+        raise ShapingPlanError(f"the first line must have pods, traces and following: {error!r}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLink:
     address: str
     down_bps: float
     up_bps: float
@@ -189,15 +189,15 @@ class ProbeServer:
 
 def measure(
     server: tuple[str, int], devices: Sequence[Asked], new_socket: Callable[[], socket.socket] = socket.socket
-) -> list[Measured]:
+) -> list[MeasuredLink]:
     """Results in the order of `devices`. `new_socket` may make sockets in another namespace."""
-    found: dict[str, Measured] = {}
+    found: dict[str, MeasuredLink] = {}
     for group in groups(devices):
         quiet_s = {one.address: _round_trip_s(server, one.address, new_socket) for one in group}
         rates = _rates(server, group, new_socket)
         for one in group:
             down, up = rates[one.address]
-            found[one.address] = Measured(one.address, down, up, quiet_s[one.address])
+            found[one.address] = MeasuredLink(one.address, down, up, quiet_s[one.address])
     return [found[one.address] for one in devices]
 
 

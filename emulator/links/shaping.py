@@ -35,8 +35,8 @@ from emulator.links.shaping_plan import (
     MODEL_INSTEAD,
     PREFIX_TAKEN,
     Leaf,
-    Plan,
     PodLinks,
+    ShapingPlan,
     Side,
     commands,
     make_plan,
@@ -64,7 +64,7 @@ class PrefixTaken(ShapingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelSupport:
     """What this kernel can do for links, tried in a namespace of its own."""
 
     allowed: bool  # may this process change interfaces?
@@ -95,14 +95,14 @@ class Applied:
     seconds: float
 
 
-def probe() -> Kernel:
+def probe() -> KernelSupport:
     try:
         return netlink.in_new_namespace(_try_everything)
     except PermissionError:
-        return Kernel(False, False, False, False)
+        return KernelSupport(False, False, False, False)
 
 
-def _try_everything() -> Kernel:
+def _try_everything() -> KernelSupport:
     with Netlink() as link:
         lo = _find(link, "lo", "a new namespace").index
 
@@ -129,13 +129,13 @@ def _try_everything() -> Kernel:
                 netlink.CREATE | netlink.EXCLUSIVE,
             )
         )
-    return Kernel(True, htb, bpf, netem)
+    return KernelSupport(True, htb, bpf, netem)
 
 
 # ---- doing
 
 
-def apply(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
+def apply(pods: Sequence[PodLinks], kernel: KernelSupport | None = None) -> Applied:
     """All of it, or nothing and a ShapingError."""
     begun = time.monotonic()
     kernel = kernel or probe()
@@ -155,7 +155,7 @@ def apply(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
     return Applied(devices, classes, leaves, kernel.netem, held, time.monotonic() - begun)
 
 
-def change(pods: Sequence[PodLinks], kernel: Kernel | None = None) -> Applied:
+def change(pods: Sequence[PodLinks], kernel: KernelSupport | None = None) -> Applied:
     """New figures for devices that already have links; the others keep theirs."""
     begun = time.monotonic()
     netem = (kernel or probe()).netem
@@ -220,10 +220,10 @@ class Ends:
             )
         return found
 
-    def _sides(self, plan: Plan) -> list[tuple[Netlink, int, Side]]:
+    def _sides(self, plan: ShapingPlan) -> list[tuple[Netlink, int, Side]]:
         return [(self._inside, self._up.index, plan.up), (self._outside, self._down.index, plan.down)]
 
-    def apply(self, plan: Plan, undo: ExitStack) -> None:
+    def apply(self, plan: ShapingPlan, undo: ExitStack) -> None:
         inside, outside = self.asked.namespace, self.asked.server_namespace
         for link, where, message, back in self._routes(plan.patience_s):
             self._do(link, [message], "a route", where, back, undo)
@@ -245,7 +245,7 @@ class Ends:
                 messages += traffic.device_class(link, index, one, netlink.CREATE | netlink.EXCLUSIVE)
             self._do(link, messages, f"classes on {name}", where, None, undo)
 
-    def _tell_tcp(self, inside: int | str, plan: Plan, undo: ExitStack) -> None:
+    def _tell_tcp(self, inside: int | str, plan: ShapingPlan, undo: ExitStack) -> None:
         """Settings of TCP in the pod's namespace; the server's side gets its own through routes."""
         for key, value in settings(plan).items():
             if (was := netlink.setting(inside, key)) is not None:
@@ -313,7 +313,7 @@ class Ends:
             for link, where, route in routes
         ]
 
-    def change(self, plan: Plan, known: bool = False) -> None:
+    def change(self, plan: ShapingPlan, known: bool = False) -> None:
         """`known`: they were changed before, so they exist."""
         for link, index, side in self._sides(plan):
             there = set() if known else {one["handle"] & 0xFFFF for one in link.of_interface(netlink.GET_CLASS, index)}
@@ -351,7 +351,7 @@ class Ends:
             with suppress(NetlinkError):
                 link.send([back])
 
-    def read_back(self, plan: Plan) -> tuple[int, int]:
+    def read_back(self, plan: ShapingPlan) -> tuple[int, int]:
         """Number of classes and leaves; ShapingError if one differs from what was asked for."""
         classes = leaves = 0
         for link, index, side in self._sides(plan):

@@ -63,7 +63,7 @@ MODEL_INSTEAD = 'or use links.kind = "model", which needs no privileges'
 Way = Literal["up", "down"]
 
 
-class PlanError(UserError):
+class ShapingPlanError(UserError):
     """Links that a kernel cannot provide; the message says why, and what to do."""
 
 
@@ -119,7 +119,7 @@ class PodLinks:
     def from_json(cls, told: Mapping[str, Any]) -> PodLinks:
         known = {field.name for field in fields(cls)}
         if unknown := set(told) - known:
-            raise PlanError(f"links have no {', '.join(sorted(unknown))}; they have {', '.join(sorted(known))}")
+            raise ShapingPlanError(f"links have no {', '.join(sorted(unknown))}; they have {', '.join(sorted(known))}")
         try:
             names = [field.name for field in fields(LinkSpec)]
             devices = tuple(
@@ -128,7 +128,7 @@ class PodLinks:
             )
             return cls(**{**told, "devices": devices})
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"links that do not add up: {error!r}") from None
+            raise ShapingPlanError(f"links that do not add up: {error!r}") from None
 
     def to_json(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -136,7 +136,7 @@ class PodLinks:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShapingPlan:
     asked: PodLinks
     up: Side
     down: Side
@@ -156,7 +156,7 @@ class Plan:
 def addresses(prefix: str, count: int) -> list[str]:
     """The first addresses of a prefix that devices can have."""
     if count > room(prefix):
-        raise PlanError(
+        raise ShapingPlanError(
             f"{prefix} has room for {room(prefix):,} devices, {count:,} are asked for; "
             f"take more pods (fleet.pods), {MODEL_INSTEAD}"
         )
@@ -172,23 +172,27 @@ def room(prefix: str) -> int:
     return max(0, last - first + 1)
 
 
-def make_plan(asked: PodLinks, netem: bool) -> Plan:
+def make_plan(asked: PodLinks, netem: bool) -> ShapingPlan:
     """`netem`: whether the kernel has it."""
     if not asked.devices:
-        raise PlanError(f"no device is given for {asked.interface}")
+        raise ShapingPlanError(f"no device is given for {asked.interface}")
     within = None if asked.prefix is None else _network(asked.prefix)
     taken: set[int] = set()
     minors = []
     for address, spec in asked.devices:
         number = _number(address)
         if within is not None and IPv4Address(number) not in within:
-            raise PlanError(f"{address} is not in {asked.prefix}; give every device an address of its pod's prefix")
+            raise ShapingPlanError(
+                f"{address} is not in {asked.prefix}; give every device an address of its pod's prefix"
+            )
         if not FIRST_CLASS <= number & 0xFFFF <= LAST_CLASS:
-            raise PlanError(f"{address} cannot be a device's: its last two bytes must lie between 0.2 and 255.254")
+            raise ShapingPlanError(
+                f"{address} cannot be a device's: its last two bytes must lie between 0.2 and 255.254"
+            )
         if number in taken:
-            raise PlanError(f"{address} is given to two devices; each needs its own")
+            raise ShapingPlanError(f"{address} is given to two devices; each needs its own")
         if taken and number >> 16 != next(iter(taken)) >> 16:
-            raise PlanError(
+            raise ShapingPlanError(
                 f"{address} is in another /16 than the first device of {asked.interface}; a kernel tells 65,533 "
                 f"classes an interface apart: take more pods (fleet.pods), {MODEL_INSTEAD}"
             )
@@ -197,7 +201,7 @@ def make_plan(asked: PodLinks, netem: bool) -> Plan:
         minors.append(number & 0xFFFF)
     specs = [spec for _, spec in asked.devices]
     network = next(iter(taken)) >> 16
-    return Plan(
+    return ShapingPlan(
         asked,
         _side("up", network, minors, specs, netem),
         _side("down", network, minors, specs, netem),
@@ -256,26 +260,28 @@ def _check(address: str, spec: LinkSpec) -> None:
         rate, delay = getattr(spec, f"rate_{way}_bps"), getattr(spec, f"delay_{way}_s")
         jitter, loss = getattr(spec, f"jitter_{way}_s"), getattr(spec, f"loss_{way}")
         if not rate >= LEAST_BPS:
-            raise PlanError(
+            raise ShapingPlanError(
                 f"{address}: a rate of {rate:g} bit/s {way} is below what the kernel can shape, "
                 f"{LEAST_BPS:g} bit/s; raise fleet.line_share, {MODEL_INSTEAD}"
             )
         if not 0 <= jitter <= delay <= MOST_DELAY_S / 2:
-            raise PlanError(
+            raise ShapingPlanError(
                 f"{address}: a delay of {delay:g} s {way} with a jitter of {jitter:g} s; the jitter may not be more "
                 f"than the delay, and that not more than {MOST_DELAY_S / 2:g} s"
             )
         if not 0 <= loss < 1:
-            raise PlanError(f"{address}: a loss of {loss:g} {way}; it must be a share, at least 0 and less than 1")
+            raise ShapingPlanError(
+                f"{address}: a loss of {loss:g} {way}; it must be a share, at least 0 and less than 1"
+            )
 
 
 def _network(prefix: str) -> IPv4Network:
     try:
         network = IPv4Network(prefix)
     except ValueError as error:
-        raise PlanError(f"{prefix} is no IPv4 prefix: {error}") from None
+        raise ShapingPlanError(f"{prefix} is no IPv4 prefix: {error}") from None
     if network.prefixlen < 16:
-        raise PlanError(
+        raise ShapingPlanError(
             f"{prefix} is larger than a /16: a kernel tells 65,533 classes an interface apart; "
             f"take more pods (fleet.pods), {MODEL_INSTEAD}"
         )
@@ -286,7 +292,7 @@ def _number(address: str) -> int:
     try:
         return int(IPv4Address(address))
     except ValueError as error:
-        raise PlanError(f"{address} is no IPv4 address: {error}") from None
+        raise ShapingPlanError(f"{address} is no IPv4 address: {error}") from None
 
 
 def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
@@ -324,7 +330,7 @@ def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def settings(plan: Plan) -> dict[str, int]:
+def settings(plan: ShapingPlan) -> dict[str, int]:
     """TCP settings in the pod's own namespace, under /proc/sys; none where the pod shares its namespace with others."""
     if plan.asked.namespace is None:
         return {}
@@ -335,7 +341,7 @@ def settings(plan: Plan) -> dict[str, int]:
 # ---- as commands
 
 
-def commands(plan: Plan) -> list[str]:
+def commands(plan: ShapingPlan) -> list[str]:
     """A plan as commands, for people; the numbers are those given to the kernel."""
     asked = plan.asked
     inside, outside = _enter(asked.namespace), _enter(asked.server_namespace)

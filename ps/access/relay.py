@@ -37,15 +37,15 @@ MOST_ADDRESSES = 4096  # whose budgets are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class CallRate:
     """Limits on relayed calls: burst and per second, in total and per address. One call costs 0.7 ms of Python."""
 
     all: tuple[float, float]
     per_address: tuple[float, float]
 
 
-LOCAL_CALLS = Rate((128.0, 100.0), (128.0, 100.0))
-REMOTE_CALLS = Rate((64.0, 40.0), (24.0, 10.0))
+LOCAL_CALLS = CallRate((128.0, 100.0), (128.0, 100.0))
+REMOTE_CALLS = CallRate((64.0, 40.0), (24.0, 10.0))
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Relay:
         open_socket: Callable[[], CallerSocket],
         refusals: Refusals,
         limits: Limits,
-        calls: Rate,
+        calls: CallRate,
         now_s: float,
     ) -> None:
         """`open_socket`: opens the socket of one caller; may raise OSError or ZMQError."""

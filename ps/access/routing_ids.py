@@ -30,7 +30,7 @@ def unpredictable() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMessage:
     """A message from a routing id beyond all that are known to have been generated."""
 
     identity: bytes
@@ -43,7 +43,7 @@ class RoutingIds:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
         """`router`: not bound yet."""
         self._context, self._where = context, f"inproc://names-{secrets.token_hex(8)}"
-        self._held: list[Held] = []
+        self._held: list[HeldMessage] = []
         self._question: zmq.Socket[bytes] | None = None
         self._challenge = b""
         self._asked_for = 0  # number of held messages that arrived before the latest question
@@ -64,12 +64,12 @@ class RoutingIds:
         """Keep a message until that is known. False if too many are held."""
         if len(self._held) >= MOST_HELD:
             return False
-        self._held.append(Held(identity, frames))
+        self._held.append(HeldMessage(identity, frames))
         if self._question is None:
             self._ask()
         return True
 
-    def hear(self, identity: bytes, frames: Frames) -> tuple[list[Held], list[Held]] | None:
+    def hear(self, identity: bytes, frames: Frames) -> tuple[list[HeldMessage], list[HeldMessage]] | None:
         """If this is the answer to our own question: messages to process now, and those with chosen ids. None if it is
         another connection's message."""
         if self._question is None or len(frames) != 2 or frames[1].bytes != self._challenge:

@@ -55,7 +55,7 @@ from ps.access.endpoints import open_endpoints
 from ps.access.joining import PASSING
 from ps.access.listening import port_of
 from ps.access.reputation import Stay
-from ps.access.routing_ids import Held
+from ps.access.routing_ids import HeldMessage
 from ps.access.standings import Standings
 from ps.planning.background import PlanningThread
 from ps.planning.planner import Level, Planner
@@ -483,7 +483,7 @@ class Server:
             return self._join_admission.may_read_probe(caller, sum(map(len, frames)))
         return None
 
-    def _names_are_known(self, given: Sequence[Held], chosen: Sequence[Held]) -> None:
+    def _names_are_known(self, given: Sequence[HeldMessage], chosen: Sequence[HeldMessage]) -> None:
         for held in chosen:
             self._send_away(held.identity, descriptor(held.frames[0]))
         for held in given:

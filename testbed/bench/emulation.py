@@ -69,7 +69,7 @@ def compare(options: argparse.Namespace) -> int:
     from emulator.model.calibration import calibrate
     from emulator.model.samples import read_samples
     from testbed.twins import twin
-    from testbed.twins.twin_blocks import Device
+    from testbed.twins.twin_blocks import TwinDevice
 
     devices, figures, compared = [], [], {}
     for quota_us in QUOTAS_US:
@@ -79,7 +79,7 @@ def compare(options: argparse.Namespace) -> int:
             measure(path, quota_us, options.shapes, options.rounds)
         samples = read_samples(path)
         fitted = calibrate(samples)
-        devices.append(Device(samples, fitted))
+        devices.append(TwinDevice(samples, fitted))
         low, high = fitted.drift
         seen = f"{len(fitted.shapes)} shapes; drift while measuring p5 {low:+.0%}, p95 {high:+.0%}"
         figures.append(Figure(f"{path.stem}: held out, median", fitted.median_error, MEDIAN_GOAL, seen))

@@ -334,7 +334,7 @@ def twin(
     from emulator.model.calibration import calibrate as fit
     from emulator.model.samples import read_samples
     from testbed.twins import twin as twins
-    from testbed.twins.twin_blocks import Device
+    from testbed.twins.twin_blocks import TwinDevice
 
     if format not in ("table", "json"):
         raise UserError(f"--format is {format}; it must be table or json")
@@ -342,7 +342,7 @@ def twin(
         raise UserError("--steps and --seed must not be negative, --steps not 0, and --step-s from 0.01 to 60")
     read = {path: read_samples(path) for path in profiles}
     twins.check(list(read.values()))
-    fitted = {path: Device(samples, fit(samples)) for path, samples in read.items()}
+    fitted = {path: TwinDevice(samples, fit(samples)) for path, samples in read.items()}
     devices = [fitted[path] for path in profiles]
 
     from rich.console import Console

@@ -25,12 +25,12 @@ def image(
 
     from rich.console import Console
 
-    from emulator.containers.engine import Engine
+    from emulator.containers.engine import DockerEngine
     from testbed.launch import image as images
 
     begun = time.monotonic()
     console = Console(highlight=False)
-    engine = Engine()
+    engine = DockerEngine()
     try:
         images.build(engine, tag, base, lambda text: console.print(text, style="dim"))
         size_bytes = engine.do("look at the image", engine.client.images.get, tag).attrs["Size"]
@@ -50,11 +50,11 @@ def clean(
 
     Exit code 0: clean. 1: the engine could not remove something. 2: you may not use the engine.
     """
-    from emulator.containers.engine import Engine, NoEngine
+    from emulator.containers.engine import DockerEngine, NoEngine
     from testbed.launch.owners import alive
 
     try:
-        engine = Engine()
+        engine = DockerEngine()
     except NoEngine as error:
         print(f"nothing to clean: {error}")
         return

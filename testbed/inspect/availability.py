@@ -18,7 +18,7 @@ from rich.text import Text
 
 from agent.protocol.errors import UserError
 from agent.protocol.units import format_count, format_duration
-from emulator.availability.availability import Floats, Trace
+from emulator.availability.availability import AvailabilityTrace, Floats
 from testbed.results.charts import area_chart
 
 ROWS = 8  # of the plot in the terminal
@@ -57,7 +57,7 @@ class Measures:
     available_hours_a_day: float
 
 
-def measure(trace: Trace) -> Measures:
+def measure(trace: AvailabilityTrace) -> Measures:
     lengths_s = trace.end_s - trace.start_s
     available_s = float(lengths_s.sum())
     departures = int((trace.end_s < trace.duration_s).sum())
@@ -76,13 +76,13 @@ def measure(trace: Trace) -> Measures:
     )
 
 
-def as_json(trace: Trace) -> dict[str, Any]:
+def as_json(trace: AvailabilityTrace) -> dict[str, Any]:
     series = {"part_s": trace.duration_s / POINTS, "share": trace.availability(POINTS).tolist()}
     about = {"source": trace.source, "origin_s": trace.origin_s, "repairs": asdict(trace.repairs)}
     return about | asdict(measure(trace)) | {"availability": series}
 
 
-def print_trace(console: Console, trace: Trace) -> None:
+def print_trace(console: Console, trace: AvailabilityTrace) -> None:
     found = measure(trace)
     table = Table(title=Text(trace.source), title_justify="left", show_header=False)
     table.add_column()
@@ -105,7 +105,7 @@ def print_trace(console: Console, trace: Trace) -> None:
         console.print(Text(line), no_wrap=True, overflow="crop")
 
 
-def plot(trace: Trace, width: int, glyphs: str = EIGHTHS) -> list[str]:
+def plot(trace: AvailabilityTrace, width: int, glyphs: str = EIGHTHS) -> list[str]:
     """Availability over time as lines of text, each at most `width` characters."""
     margin = len("100.0% ")
     columns = max(10, width - margin - 1)  # leave the last column free: some terminals wrap when it is filled
@@ -135,7 +135,7 @@ def _spread(values: Percentiles | None) -> str:
     return " / ".join(format_duration(value) for value in (values.p10, values.p50, values.p90))
 
 
-def write_svg(path: Path, trace: Trace) -> None:
+def write_svg(path: Path, trace: AvailabilityTrace) -> None:
     if path.suffix.lower() != ".svg":
         raise UserError(f"--svg is {path}; it draws SVG, which any browser opens: give the file a name in .svg")
     shares: Sequence[float] = (100 * trace.availability(POINTS)).tolist()

@@ -19,7 +19,7 @@ from rich.table import Table
 from agent.protocol.units import format_duration, format_rate
 from emulator.links.lab import PREFIX, SERVER_ADDRESS, link_lab
 from emulator.links.netlink import in_namespace
-from emulator.links.probe import Asked, Measured, ProbeServer, measure, spans_s
+from emulator.links.probe import Asked, MeasuredLink, ProbeServer, measure, spans_s
 from emulator.links.shaping import Applied, apply
 from emulator.links.shaping_plan import MOST_BPS, PodLinks, addresses
 from emulator.model.fleet import Fleet
@@ -54,7 +54,7 @@ def choose(count: int, most: int, seed: int) -> list[int]:
     return sorted(chosen.tolist())
 
 
-def judge(label: str, spec: LinkSpec, got: Measured, latency_in_kernel: bool) -> Row:
+def judge(label: str, spec: LinkSpec, got: MeasuredLink, latency_in_kernel: bool) -> Row:
     wrong = []
     slower_bps = min(spec.rate_down_bps, spec.rate_up_bps)
     for way, bps in (("down", got.down_bps), ("up", got.up_bps)):

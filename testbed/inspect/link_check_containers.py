@@ -16,7 +16,7 @@ from typing import Any
 
 from agent.protocol.errors import Failure
 from emulator.containers.engine import THREADS, Spec, Stream
-from emulator.links.probe import Asked, Measured, ProbeServer, groups
+from emulator.links.probe import Asked, MeasuredLink, ProbeServer, groups
 from emulator.links.shaping import Applied
 from emulator.model.fleet import Fleet
 from testbed.inspect.link_check import Row, judge, specs_of
@@ -70,7 +70,7 @@ def _start(container_host: ContainerHost, pod: int, address: str) -> tuple[End, 
     return End(int(container.attrs["State"]["Pid"]), str(network["IPAddress"])), stream
 
 
-def _measured(streams: Sequence[Stream], wanted: dict[str, tuple[int, Asked]]) -> dict[str, Measured]:
+def _measured(streams: Sequence[Stream], wanted: dict[str, tuple[int, Asked]]) -> dict[str, MeasuredLink]:
     """Containers whose rates fit together measure at the same time; one with many devices measures alone."""
     of_pod: dict[int, list[Asked]] = {}
     for pod, asked in wanted.values():
@@ -81,7 +81,7 @@ def _measured(streams: Sequence[Stream], wanted: dict[str, tuple[int, Asked]]) -
         if alone
         else [[pod] for pod in of_pod]
     )
-    found: dict[str, Measured] = {}
+    found: dict[str, MeasuredLink] = {}
     for pods in together:
         for pod in pods:
             question = json.dumps([asdict(one) for one in of_pod[pod]]).encode()
@@ -91,5 +91,5 @@ def _measured(streams: Sequence[Stream], wanted: dict[str, tuple[int, Asked]]) -
             if not answer:
                 raise Failure(f"a container could not measure its links: {streams[pod].errors.decode().strip()}")
             rows: list[dict[str, Any]] = json.loads(answer)
-            found |= {row["address"]: Measured(**row) for row in rows}
+            found |= {row["address"]: MeasuredLink(**row) for row in rows}
     return found

@@ -18,7 +18,7 @@ from typing import Any
 
 from agent.identity.keys import Curve
 from agent.protocol.errors import UserError
-from emulator.containers.engine import IMAGE, Bridge, Engine, EngineError, Spec, Stream, missing_image
+from emulator.containers.engine import IMAGE, Bridge, DockerEngine, EngineError, Spec, Stream, missing_image
 from emulator.containers.subnets import asked_subnet, bridges_for, split
 from testbed.launch import image as images
 from testbed.launch.owners import this_process
@@ -41,7 +41,7 @@ class ContainerHost:
     def __init__(self, asked: Launch, pods: int) -> None:
         self._asked = asked
         self.image = asked.image or IMAGE
-        self.engine = Engine(secrets.token_hex(4), this_process())
+        self.engine = DockerEngine(secrets.token_hex(4), this_process())
         self.bridges: list[Bridge] = []
         try:
             self._check_image()

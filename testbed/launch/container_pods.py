@@ -20,7 +20,7 @@ import psutil
 from agent.identity.keys import Curve
 from agent.protocol.errors import Failure, UserError
 from emulator.containers.allotments import Allotment, Quota, allotment
-from emulator.containers.engine import THREADS, Bridge, Engine, EngineError, Spec, Stream
+from emulator.containers.engine import THREADS, Bridge, DockerEngine, EngineError, Spec, Stream
 from emulator.model.fleet import Fleet
 from testbed.launch.container_host import ContainerHost
 from testbed.launch.kernel_links import End, KernelLinks
@@ -32,7 +32,7 @@ GOODBYE_S = 3.0  # for pods to end by themselves
 class PodContainer:
     """A handle (`testbed.launch.pods`) for a container."""
 
-    def __init__(self, engine: Engine, container: Any, stream: Stream, bridge: Bridge) -> None:
+    def __init__(self, engine: DockerEngine, container: Any, stream: Stream, bridge: Bridge) -> None:
         self._engine, self._container, self._stream, self._bridge = engine, container, stream, bridge
         self._lock = threading.Lock()  # the injector reads reports while the run checks whether it is alive
         self._unread = b""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from agent.protocol.errors import Failure, UserError
-from emulator.containers.engine import SOURCES_LABEL, Engine
+from emulator.containers.engine import SOURCES_LABEL, DockerEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("numpy", "pyzmq", "pyroute2")  # as in the Dockerfile
@@ -48,7 +48,7 @@ def digest(root: Path = ROOT) -> str:
     return total.hexdigest()[:16]
 
 
-def build(engine: Engine, image: str, base: str | None, say: Say) -> None:
+def build(engine: DockerEngine, image: str, base: str | None, say: Say) -> None:
     """`base`: an image, "debootstrap", or None for the Dockerfile's own."""
     with tempfile.TemporaryDirectory(prefix="cleave-image-") as folder:
         wheels: list[Path] = []
@@ -94,7 +94,7 @@ def _advice(line: dict[str, str]) -> str:
     return ""
 
 
-def import_base(engine: Engine, say: Say) -> str:
+def import_base(engine: DockerEngine, say: Say) -> str:
     """The name of the minimal Debian in the engine, imported from this host's cache if missing."""
     name = f"cleave-base:{base_key()}"
     if engine.image_sources(name) is None:

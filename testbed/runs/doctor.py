@@ -46,7 +46,7 @@ class Fact:
 
 
 @dataclass(slots=True)
-class Honest:
+class HonestFleet:
     """How many devices of a scenario this host emulates in real time."""
 
     devices: int  # largest number found honest; 0 if none
@@ -137,9 +137,9 @@ def largest_honest(
     limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Honest:
+) -> HonestFleet:
     """Double or halve from the scenario's number, then bisect, within about `limit_s` seconds."""
-    found = Honest(0, None, asked)
+    found = HonestFleet(0, None, asked)
     begun, low, high = clock(), 0, math.inf
 
     def honest(devices: int) -> bool:
@@ -185,7 +185,7 @@ def largest_honest(
 # ---- output
 
 
-def advice(found: Honest) -> list[str]:
+def advice(found: HonestFleet) -> list[str]:
     """What to change if that is not enough."""
     if found.devices >= found.asked:
         if found.too_many is None:
@@ -201,7 +201,7 @@ def advice(found: Honest) -> list[str]:
     ]
 
 
-def as_json(found: Sequence[Fact], honest: Honest | None, scenario: str | None) -> dict[str, Any]:
+def as_json(found: Sequence[Fact], honest: HonestFleet | None, scenario: str | None) -> dict[str, Any]:
     told: dict[str, Any] = {"host": [asdict(fact) for fact in found]}
     if honest is not None:
         told["scenario"] = scenario
@@ -209,7 +209,7 @@ def as_json(found: Sequence[Fact], honest: Honest | None, scenario: str | None) 
     return told
 
 
-def print_doctor(console: Console, found: Sequence[Fact], honest: Honest | None, scenario: str | None) -> None:
+def print_doctor(console: Console, found: Sequence[Fact], honest: HonestFleet | None, scenario: str | None) -> None:
     table = Table(title="this host", title_justify="left")
     for heading in ("what", "", "instead"):
         table.add_column(heading)

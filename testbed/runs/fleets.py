@@ -9,12 +9,12 @@ import numpy as np
 from agent.protocol.profile import PROFILE
 from emulator.links.rate_trace import read_link_trace
 from emulator.model.fleet import Fleet, draw_fleet, uniform_fleet
-from testbed.runs.scenario import FleetSection, Launch, Links
+from testbed.runs.scenario import FleetSection, Launch, LinksSection
 
 CONTAINERS = 256  # devices that get a container each; more share pods
 
 
-def make_fleet(asked: FleetSection, links: Links, seed: int) -> Fleet:
+def make_fleet(asked: FleetSection, links: LinksSection, seed: int) -> Fleet:
     if not asked.devices:
         return Fleet(np.empty(0, PROFILE), [], [], {})
     if asked.uniform is None:

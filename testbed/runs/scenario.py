@@ -138,7 +138,7 @@ class Data(_Section):
     sequence: int = Field(default=64, ge=2, le=1_000_000)  # a token and the one after it
 
 
-class Training(_Section):
+class TrainingSection(_Section):
     steps: int = Field(ge=1)
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -193,7 +193,7 @@ class PlannerSection(_Section):
         return YIELDING if self.most_share == "auto" else Cap(self.most_share, strict=True)
 
 
-class Links(_Section):
+class LinksSection(_Section):
     kind: Literal["model", "kernel", "off"] = "model"
     effects: Literal["rates", "full"] = "full"  # a rate and a latency; or jitter, loss and bufferbloat too
     traces: dict[NetworkName, TracePrefix] = Field(default_factory=dict)  # networks whose rates change
@@ -215,7 +215,7 @@ class ClockSection(_Section):
         return self
 
 
-class Server(_Section):
+class ServerSection(_Section):
     host: str = Field(default="127.0.0.1", min_length=1)  # for this machine only, unencrypted
     port: int = Field(default=0, ge=0, le=65535)
     listen: str = ""  # for invited devices elsewhere, encrypted; empty: none
@@ -335,12 +335,12 @@ class Scenario(_Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     model: Model
     data: Data = Data()
-    training: Training
+    training: TrainingSection
     fleet: FleetSection
     planner: PlannerSection = PlannerSection()
-    links: Links = Links()
+    links: LinksSection = LinksSection()
     clock: ClockSection = ClockSection()
-    server: Server = Server()
+    server: ServerSection = ServerSection()
     launch: Launch = Launch()
     churn: Churn | None = None
     faults: list[Fault] = []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from emulator.model.calibration import stretched
 from ps.transport.server import Server
-from testbed.twins.twin_blocks import BLOCKS, Device, Part, run_step
+from testbed.twins.twin_blocks import BLOCKS, Part, TwinDevice, run_step
 
 Floats = NDArray[np.float64]
 ROWS = 800  # per block, on average
@@ -24,7 +24,7 @@ TRIES, PAIRS = 2, 9
 
 
 def message_costs(
-    server: Server, devices: Sequence[Device], processes: Sequence[int], seed: int
+    server: Server, devices: Sequence[TwinDevice], processes: Sequence[int], seed: int
 ) -> list[tuple[float, float] | None]:
     """Seconds per byte, down and up, per agent; None where no CPU quota makes it matter."""
     if all(device.samples.quota is None for device in devices):

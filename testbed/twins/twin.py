@@ -39,7 +39,7 @@ from testbed.twins.anchor import Now, anchors, probe
 from testbed.twins.calibrate import link_figures
 from testbed.twins.message_cost import message_costs
 from testbed.twins.quota import running
-from testbed.twins.twin_blocks import Device, Part, run_step, stream
+from testbed.twins.twin_blocks import Part, TwinDevice, run_step, stream
 
 Integers = NDArray[np.int64]
 CREDIT = 64  # blocks: more than a device has of one product
@@ -83,7 +83,9 @@ class Row:
         return self.twin_s / self.real_s - 1
 
 
-def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say: Callable[[str], None]) -> Comparison:
+def compare(
+    devices: Sequence[TwinDevice], steps: int, step_s: float, seed: int, say: Callable[[str], None]
+) -> Comparison:
     """The real side; the twins at the host's current speed; and the twins at its speed when the profiles were made."""
     parts = stream(devices, steps + TRIES, step_s, seed)
     say(f"real: {len(devices)} agent(s), {steps} steps of about {step_s:g} s")
@@ -107,7 +109,7 @@ def compare(devices: Sequence[Device], steps: int, step_s: float, seed: int, say
 
 
 def _emulated(
-    devices: Sequence[Device],
+    devices: Sequence[TwinDevice],
     now: Sequence[Now],
     links: Sequence[dict[str, float]],
     parts: Sequence[Sequence[Part]],
@@ -128,7 +130,7 @@ def _emulated(
             server.stop()
 
 
-def _pods(devices: Sequence[Device]) -> int:
+def _pods(devices: Sequence[TwinDevice]) -> int:
     return min(len(devices), os.cpu_count() or 1)
 
 
@@ -144,7 +146,7 @@ def serving() -> Iterator[Server]:
 
 
 @contextmanager
-def real_agent(device: Device, address: str, number: int) -> Iterator[subprocess.Popen[bytes]]:
+def real_agent(device: TwinDevice, address: str, number: int) -> Iterator[subprocess.Popen[bytes]]:
     samples = device.samples
     command = [sys.executable, "-c", AGENT, "--ps", address, "--once", "--name", f"real-{number}"]
     command += ["--threads", str(samples.threads), "--kernel", device.calibration.kernel]
@@ -154,7 +156,7 @@ def real_agent(device: Device, address: str, number: int) -> Iterator[subprocess
 
 
 def twin_fleet(
-    devices: Sequence[Device], models: Sequence[Performance], links: Sequence[dict[str, float]], seed: int
+    devices: Sequence[TwinDevice], models: Sequence[Performance], links: Sequence[dict[str, float]], seed: int
 ) -> Fleet:
     profiles = [
         Profile(
@@ -264,7 +266,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _link(device: Device, address: str) -> dict[str, float]:
+def _link(device: TwinDevice, address: str) -> dict[str, float]:
     """As in its profile, or that of this machine to itself, where the real agent runs."""
     if found := link_figures(device.samples, wire_only=True):
         return found

@@ -23,7 +23,7 @@ BLOCKS = 6  # per device and product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Device:
+class TwinDevice:
     samples: Samples
     calibration: Calibration
 
@@ -39,7 +39,7 @@ class Part:
     device: Integers
 
 
-def stream(devices: Sequence[Device], steps: int, seconds: float, seed: int) -> list[list[Part]]:
+def stream(devices: Sequence[TwinDevice], steps: int, seconds: float, seed: int) -> list[list[Part]]:
     """`steps` steps of one product each, which take every device about `seconds` by its model. Blocks are full-width
     row ranges of random height; columns and inner length are random too, the same for both sides. They are large, like
     those of a large model."""
