@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import phone_sessions
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,8 +28,6 @@ from emulator.availability.churn import (
 )
 from emulator.availability.sessions import Durations, exponential, lognormal, weibull
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "churn"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no real traces at {DATA}")
 HOUR = 3600.0
 
 
@@ -225,23 +224,24 @@ def test_a_trace_can_be_asked_who_is_there_and_how_many_on_average() -> None:
     assert trace.gaps_s().tolist() == [10]
 
 
-# --------------------------------------------------------------------------------------------------- real traces
+# -------------------------------------------------------------------------------------- traces as large as real ones
 
 
-@needs_data
-def test_the_phones_of_flash_have_the_published_sessions() -> None:
-    trace = read_trace(DATA / "flash_strict_clean.csv")
+def test_the_sessions_of_thousands_of_phones_are_those_in_the_file(tmp_path: Path) -> None:
+    made = phone_sessions.sessions(seed=1)
+    trace = read_trace(made.write(tmp_path / "phones.csv"))
     lengths = trace.end_s - trace.start_s
-    assert len(trace) == 2831
-    assert np.percentile(lengths, [10, 50, 90]) == pytest.approx([360, 2340, 13820])
-    assert np.log(lengths / HOUR).mean() == pytest.approx(-0.484, abs=5e-4)
-    assert np.log(lengths / HOUR).std() == pytest.approx(1.363, abs=5e-4)
+    assert len(trace) == phone_sessions.PHONES
+    assert sorted(lengths.tolist()) == sorted(made.lengths_s.tolist())
+    assert np.percentile(lengths, [10, 50, 90]) == pytest.approx(np.percentile(made.lengths_s, [10, 50, 90]))
+    assert np.log(lengths / HOUR).mean() == pytest.approx(-0.484, abs=0.05)
+    assert np.log(lengths / HOUR).std() == pytest.approx(1.363, abs=0.05)
     assert trace.repairs.told() == []
 
 
-@needs_data
-def test_a_schedule_of_the_phones_of_flash_is_made_in_no_time() -> None:
-    trace = read_trace(DATA / "flash_strict_clean.csv")
+def test_a_schedule_of_thousands_of_phones_is_made_in_no_time() -> None:
+    made = phone_sessions.sessions(seed=1)
+    trace = trace_of([str(n) for n in range(phone_sessions.PHONES)], made.phone, made.start_s, made.end_s)
     seconds = []
     for _ in range(3):  # best of three: the machine may be busy
         start = time.perf_counter()
@@ -252,11 +252,24 @@ def test_a_schedule_of_the_phones_of_flash_is_made_in_no_time() -> None:
     assert schedule.present[: len(trace)].sum() == there
 
 
-@needs_data
-def test_the_failure_trace_archive_is_read() -> None:
-    trace = read_trace(DATA / "fta_lanl_event_trace_first3000.tab")
-    assert len(trace) + trace.repairs.silent == 560
-    assert len(trace.device) + trace.repairs.merged == 1220
+def test_the_failure_trace_archive_is_read(tmp_path: Path) -> None:
+    """Its columns, its white space, nodes that are never available, and rows that touch."""
+    header = "event_id  component_id node_id  platform_id   node_name     event_type   event_start_time     "
+    lines, nodes, available, begin = [header + "event_stop_time  event_end_reason"], 560, 0, 1_099_755_300
+    rng = np.random.default_rng(2)
+    for node in range(nodes):
+        at = begin + int(rng.integers(0, 10_000_000))
+        for event in range(int(rng.integers(1, 9))):
+            kind, until = int(node % 7 > 0 and rng.random() < 0.5), at + int(rng.integers(60, 900_000))
+            available += kind
+            cells = [event, 0, 23 * node, 3, "10.000", kind, at, until, 8000]
+            lines.append("    " + "\t       ".join(map(str, cells)))
+            at = until
+    trace = read_trace(written(tmp_path, "events.tab", "\n".join(lines) + "\n"))
+    assert len(trace) + trace.repairs.silent == nodes
+    assert trace.repairs.silent >= nodes // 7
+    assert len(trace.device) + trace.repairs.merged == available
+    assert trace.repairs.merged > 0
 
 
 # ---------------------------------------------------------------------------------------------------- generators

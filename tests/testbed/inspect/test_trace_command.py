@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
+import phone_sessions
 import pytest
 from rich.console import Console
 
@@ -17,7 +18,6 @@ from emulator.availability.churn import flash_sessions, read_trace, trace_of
 from testbed.inspect.availability import HALVES, ROWS, as_json, measure, plot, print_trace
 
 CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "trace"]
-FLASH = Path(__file__).resolve().parents[2] / "shared" / "data" / "churn" / "flash_strict_clean.csv"
 
 
 def cleave(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -58,17 +58,21 @@ def test_people_see_a_table_the_repairs_and_a_plot(small: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-@pytest.mark.skipif(not FLASH.exists(), reason=f"no real trace at {FLASH}")
-def test_the_figures_of_flash_are_the_published_ones() -> None:
-    done = cleave("inspect", FLASH, "--format", "json")
+def test_the_figures_of_thousands_of_phones_are_those_of_their_sessions(tmp_path: Path) -> None:
+    made = phone_sessions.sessions(seed=1)
+    done = cleave("inspect", made.write(tmp_path / "phones.csv"), "--format", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["devices"] == 2831
-    assert [found["session_s"][p] for p in ("p10", "p50", "p90")] == pytest.approx([360, 2340, 13820])
-    assert found["session_s"]["mean"] == pytest.approx(5193, abs=1)
-    assert found["departures_per_available_hour"] == pytest.approx(0.69, abs=0.005)
-    assert found["available_hours_a_day"] == pytest.approx(2.3, abs=0.05)
-    assert found["duration_s"] == pytest.approx(48 * 3600, rel=0.001)
+    lengths_s, span_s = made.lengths_s, 48 * 3600
+    assert found["devices"] == phone_sessions.PHONES
+    percentiles = np.percentile(lengths_s, [10, 50, 90])
+    assert [found["session_s"][p] for p in ("p10", "p50", "p90")] == pytest.approx(percentiles)
+    assert found["session_s"]["mean"] == pytest.approx(lengths_s.mean(), abs=1)
+    departures = int((made.end_s < span_s).sum())
+    assert found["departures_per_available_hour"] == pytest.approx(departures * 3600 / lengths_s.sum(), abs=0.005)
+    hours_a_day = 24 * lengths_s.sum() / span_s / phone_sessions.PHONES
+    assert found["available_hours_a_day"] == pytest.approx(hours_a_day, abs=0.05)
+    assert found["duration_s"] == pytest.approx(span_s, rel=0.001)
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
