@@ -145,18 +145,17 @@ def test_a_server_that_has_no_time_to_be_asked_for_gigabytes(serve: Serve) -> No
 # ---- CPU quotas
 
 
-def quotas_work() -> bool:
+@pytest.fixture
+def quotas() -> None:
     try:
         with quota.cpu_quota(5000, 10000):
-            return True
-    except Exception:
-        return False
+            pass
+    except Exception as error:
+        pytest.skip(f"no CPU quota can be set here: {error}")
 
 
-needs_quota = pytest.mark.skipif(not quotas_work(), reason="no CPU quota can be set here: it needs root and cgroups")
-
-
-@needs_quota
+@pytest.mark.root("CPU quotas")
+@pytest.mark.usefixtures("quotas")
 def test_a_quota_holds_is_seen_from_inside_and_leaves_nothing_behind() -> None:
     with quota.cpu_quota(2500, 10000) as group:
         code = "from agent.measure.about import cpu_quota; input(); print(cpu_quota())"
@@ -196,7 +195,8 @@ def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) ->
     assert all(now["products"] > 0 and now["message_s"] is None for now in found["now"])  # no quota, no such cost
 
 
-@needs_quota
+@pytest.mark.root("CPU quotas")
+@pytest.mark.usefixtures("quotas")
 def test_a_twin_with_a_quota_is_told_what_its_agent_pays_for_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +255,8 @@ def test_reference_products_are_shapes_of_the_profile_that_are_like_blocks(tmp_p
     assert min(rows.min(), columns.min()) >= 64
 
 
-@needs_quota
+@pytest.mark.root("CPU quotas")
+@pytest.mark.usefixtures("quotas")
 def test_who_is_served_first_leaves_no_control_group_behind() -> None:
     def groups(process: int) -> list[Path]:
         return [path for root in (quota.ROOT, quota.ROOT / "cpu") for path in root.glob(f"cleave-{process}-*")]

@@ -4,7 +4,6 @@ emulated devices. The run trains with exactly the loss of plain PyTorch, and eve
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +26,6 @@ CLEAVE = "from testbed.commands.cli import main; main()"
 
 @pytest.fixture(scope="module")
 def phone() -> Path:
-    if os.geteuid() != 0:
-        pytest.skip("another processor's Python is entered with chroot, which only root may")
     return arm64.rootfs()
 
 
@@ -39,6 +36,8 @@ def home(phone: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.root("another processor's Python is entered with chroot")
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # the first time another processor's packages are fetched
 def test_an_invited_arm64_device_trains_beside_emulated_ones_with_exact_loss(
     phone: Path, home: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

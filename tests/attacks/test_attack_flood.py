@@ -89,6 +89,7 @@ def staying_alive(device: Stranger) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.alone
 def test_a_flood_of_strangers_neither_stops_nor_fills_the_server(start: Start, server: Server) -> None:
     """Two agents, four emulated devices behind modelled links, as in a run, and one device that never answers."""
     agents(start, server, 2)
@@ -133,6 +134,7 @@ def test_a_flood_of_strangers_neither_stops_nor_fills_the_server(start: Start, s
     assert flooded_s <= 1.5 * calm_s
 
 
+@pytest.mark.alone
 def test_time_passes_however_busy_the_socket_is(start: Start, server: Server) -> None:
     """Lateness is judged also while those who are let in say more than can be read; here pods of the run, which have no
     limit."""
@@ -301,6 +303,7 @@ CALLERS = (stranger_at_the_entrance, stranger_in_the_handshake, one_with_a_ticke
 WORDS = (flooding.huge, flooding.unfinished, flooding.long_text, flooding.small)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("caller", CALLERS, ids=lambda caller: caller.__name__)
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: words.__name__)
 def test_whatever_one_sends_that_has_not_joined_it_is_cut_off_before_it_costs_anything(
@@ -327,6 +330,7 @@ def test_whatever_one_sends_that_has_not_joined_it_is_cut_off_before_it_costs_an
 # ---- those who only come and go
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("words", ["", (b"\xff" + bytes(8) + b"\x7f").hex()], ids=["silent", "greeting"])
 def test_who_only_connects_keeps_nobody_from_the_entrance(
     start: Start, nothing_left_behind: None, tmp_path: Path, words: str
@@ -442,6 +446,7 @@ def test_one_key_that_measures_over_many_connections_does_not_fill_the_server(
     assert server.error is None
 
 
+@pytest.mark.alone
 def test_who_measures_without_end_does_not_keep_the_server_busy(start: Start, server: Server) -> None:
     agents(start, server, 2)
 

@@ -64,6 +64,7 @@ with Pods(fleet, 2, server.address, "model", pod_pass=server.pod_pass) as pods:
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("beats", [20, 60])
 def test_a_server_that_stood_still_has_its_pods_and_nothing_was_lost(start: Start, beats: int, seed: int) -> None:
@@ -107,6 +108,7 @@ def test_a_device_taken_for_slow_gets_another_chance_and_a_slow_one_does_not_nee
     assert slowness.factor[1] == AT_LEAST
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pods_that_stood_still_join_again_and_the_products_are_right(start: Start, until: Until, seed: int) -> None:
     serving, rng, pause = start("-c", SERVING), random.Random(seed), threading.Event()
@@ -159,6 +161,7 @@ def reported(pods: Pods, until: Until) -> list[int]:
     return reports[0]
 
 
+@pytest.mark.alone
 def test_many_devices_join_in_batches_and_no_turn_of_the_server_is_long(serve: Serve) -> None:
     count = 10_000
     server = serve()

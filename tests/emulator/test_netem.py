@@ -5,7 +5,6 @@ all."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -17,9 +16,9 @@ from emulator.links.shaping_plan import class_rate
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kernel links are Linux's"),
-    pytest.mark.skipif(
-        hasattr(os, "geteuid") and os.geteuid() != 0, reason="fetching a kernel and its namespaces need root"
-    ),
+    pytest.mark.root("fetching a kernel, and its namespaces"),
+    pytest.mark.slow,
+    pytest.mark.alone,  # round trips are measured
 ]
 
 

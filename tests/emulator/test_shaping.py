@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kernel links are Linux's"),
-    pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.root("network namespaces"),
 ]
 PLAIN = LinkSpec(20e6, 1e6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 GOOD = Kernel(allowed=True, htb=True, bpf=True, netem=False)
@@ -114,6 +113,7 @@ def test_a_device_with_the_interface_s_own_address_needs_no_prefix(lab: LinkLab)
     assert state(lab) == before
 
 
+@pytest.mark.alone
 def test_rates_follow_a_trace_and_end_with_the_input(lab: LinkLab, until: Until) -> None:
     """Half a second of 20 packets, half a second of 60, of a line with twice the trace's mean; the other one stays."""
     pod = pod_links(lab, replace(PLAIN, rate_down_bps=1.92e6, rate_up_bps=1.92e6), PLAIN)
@@ -150,6 +150,7 @@ def listening() -> socket.socket:
     return made
 
 
+@pytest.mark.alone
 def test_rates_both_ways_are_what_was_asked_for_from_two_to_one_to_twenty_to_one(lab: LinkLab) -> None:
     """Eight of 200 at the same time, up and down at once. What acknowledgements of uploads take of a downlink is within
     the 5%."""

@@ -68,8 +68,9 @@ def test_a_container_s_group_is_found_in_both_versions(tmp_path: Path) -> None:
         container_group("5:memory:/docker/1\n", tmp_path)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() != 0, reason="control groups need root")
+@pytest.mark.root("control groups")
 def test_version_2_limits_what_computes_and_nothing_else() -> None:
     if (why := netem_kernel.why_not()) is not None:
         pytest.skip(why)

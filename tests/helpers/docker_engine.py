@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import debian
 from places import ROOT
 
 READY_S = 60.0
@@ -73,19 +74,12 @@ class TestEngine:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def install() -> None:
-    packages = {"dockerd": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap", "ip": "iproute2"}
-    missing = [package for program, package in packages.items() if shutil.which(program) is None]
-    if missing:
-        quiet = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "stdout": subprocess.DEVNULL}
-        subprocess.run(["apt-get", "update", "-qq"], check=False, **quiet)  # type: ignore[call-overload]
-        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
-        subprocess.run(command, check=True, **quiet)  # type: ignore[call-overload]
+PACKAGES = {"dockerd": "docker.io", "iptables": "iptables", "debootstrap": "debootstrap", "ip": "iproute2"}
 
 
 @contextmanager
 def engine() -> Iterator[TestEngine]:
-    install()
+    debian.install(PACKAGES)
     folder = Path(tempfile.mkdtemp(prefix="cleave-engine-", dir="/var/tmp"))  # /tmp may be memory
     made = TestEngine(f"cleave-{os.getpid()}", folder)
     subprocess.run(["ip", "netns", "add", made.namespace], check=True)

@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import debian
+
 CACHE = Path(os.environ.get("CLEAVE_TEST_CACHE", "/var/tmp/cleave-tests")) / "netem-kernel"
 MODULES = ("sch_netem", "sch_htb", "cls_bpf", "veth")
 MEMORY = "512M"
@@ -101,8 +103,12 @@ def _boot(kernel: list[str]) -> str:
 
 
 def _fetch() -> None:
-    if (CACHE / "ready").exists():
-        return
+    with debian.apt():
+        if not (CACHE / "ready").exists():
+            _unpack()
+
+
+def _unpack() -> None:
     shutil.rmtree(CACHE, ignore_errors=True)
     packages = CACHE / "packages"
     packages.mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +20,6 @@ from testbed.inspect import link_check
 SPEC = LinkSpec(20e6, 1e6, 0.03, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 EXACT = Measured("10.253.0.2", 20e6, 1e6, 0.05)
 CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "links", "check", "quickstart"]
-as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="network namespaces need root")
 
 
 # ---- judging
@@ -94,7 +92,8 @@ def test_a_rate_is_that_of_a_steady_stream(bps: float, chunk: int) -> None:
 # ---- the command
 
 
-@as_root
+@pytest.mark.root("network namespaces")
+@pytest.mark.slow
 def test_the_command_measures_a_sample_of_a_scenario_s_fleet() -> None:
     options = ["--set", "fleet.devices=40", "--set", "fleet.uniform=paper", "--set", "fleet.line_share=0.02"]
     done = subprocess.run(

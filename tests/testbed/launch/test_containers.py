@@ -25,7 +25,7 @@ from agent.identity.keys import Curve, Keys
 from agent.protocol.errors import UserError
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.containers.allotments import LEAST_US, MESSAGES_SHARE, OWN_BYTES, allotment
-from emulator.containers.engine import IMAGE, RUN_LABEL, Engine, EngineError, NoEngine, Spec
+from emulator.containers.engine import IMAGE, RUN_LABEL, Engine, EngineError, Spec
 from emulator.containers.subnets import free_subnets, split
 from emulator.containers.throttle import container_group, thread_of
 from emulator.links.netlink import in_namespace
@@ -42,7 +42,12 @@ from testbed.runs.scenario import Launch
 if TYPE_CHECKING:
     from conftest import Until
 
-pytestmark = pytest.mark.timeout(600)  # the first one installs the engine and makes the image
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.root("network namespaces and an engine"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first one installs the engine and makes the image
+]
 DEVICE = """
 title = "a device of tests"
 kind = "board"
@@ -334,15 +339,6 @@ def test_where_what_computes_cannot_be_limited_the_container_is_and_the_run_says
 
     in_namespace(at.namespace, act)
     assert not ours(at)
-
-
-def test_no_engine_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
-    with pytest.raises(NoEngine, match=r"no Docker engine answers at .*: start it, set DOCKER_HOST .* \"processes\"$"):
-        Ground(Launch(kind="docker"), 1)
-    monkeypatch.setenv("DOCKER_HOST", "ssh://192.0.2.7")
-    with pytest.raises(UserError, match=r"do not work over ssh: forward the engine's socket"):
-        Ground(Launch(kind="docker"), 1)
 
 
 def test_an_engine_that_one_may_not_use_says_how_to_get_the_right(at: TestEngine) -> None:

@@ -220,6 +220,7 @@ def small_scenario(folder: Path, **overrides: str) -> Scenario:
     return load_scenario("quickstart", values)
 
 
+@pytest.mark.alone
 def test_a_run_whose_devices_are_much_slower_than_the_host_is_valid(folder: Path) -> None:
     """A dozen devices on lines so slow that a product takes a fifth of a second: nothing that a host does matters."""
     scenario = small_scenario(folder, fleet__devices="12", fleet__line_share="0.0015")
@@ -243,6 +244,7 @@ def overloaded() -> Iterator[None]:
             loop.wait()
 
 
+@pytest.mark.alone
 def test_on_an_overloaded_host_the_verdict_is_degraded_names_the_cause_and_suggests_a_scale_that_helps(
     folder: Path,
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_fleet_that_cannot_do_the_step_says_why(model: Model) -> None:
 # ---- how long it takes
 
 
+@pytest.mark.alone
 def test_slower_lines_make_the_step_longer_in_proportion(model: Model) -> None:
     profiles = uniform_fleet("paper", 20, seed=1, line_share=SLOW_LINES)
     profiles["flops"] = 1e15  # only lines matter
@@ -154,6 +155,7 @@ def test_slower_lines_make_the_step_longer_in_proportion(model: Model) -> None:
     assert model.predict(slower(profiles, 10)) == pytest.approx(10 * seconds, rel=0.2)
 
 
+@pytest.mark.alone
 def test_a_step_whose_devices_keep_the_weights_is_shorter(model: Model) -> None:
     profiles = uniform_fleet("paper", 20, seed=1, line_share=SLOW_LINES)
     assert model.predict(profiles, micro_batches=4, keep=True) < model.predict(profiles, micro_batches=4)
@@ -195,6 +197,7 @@ def test_products_that_wait_for_each_other_take_at_least_what_the_whole_fleet_ne
     assert chain_seconds(profiles) >= least
 
 
+@pytest.mark.alone
 def test_on_one_device_the_step_is_no_longer_than_one_whole_block_after_the_other() -> None:
     profiles = uniform_fleet("paper", 1, seed=1, line_share=SLOW_LINES)
     alone = [float(block_seconds(profiles, 1, 64, inner, columns)[0]) for inner, columns in pairwise(CHAIN)]
@@ -204,6 +207,7 @@ def test_on_one_device_the_step_is_no_longer_than_one_whole_block_after_the_othe
 # ---- several steps
 
 
+@pytest.mark.alone
 def test_predicted_steps_have_the_luck_that_those_of_the_run_will_have() -> None:
     profiles, links = uniform_fleet("extreme", 20, seed=2, line_share=SLOW_LINES), plain_links(20)
     links.table["key"] = device_keys(1, np.arange(20))
