@@ -67,7 +67,7 @@ class Fleet:
                 due.pop(key, None)
             for sent in outcome.sent:
                 due[sent.key] = sent.due_s
-                cells[sent.key[0]] += sent.tile[1] * sent.tile[3] * sent.tile[5]
+                cells[sent.key[0]] += sent.box[1] * sent.box[3] * sent.box[5]
             if outcome.finished:
                 return float(cells[self.liar] / cells.sum()), self._fleet.now_s - begun_s
             key = min(due, key=due.__getitem__)
@@ -82,7 +82,7 @@ class Fleet:
 
 def test_a_newcomer_that_claims_everything_gets_next_to_nothing_first_and_a_fair_part_later() -> None:
     fleet, honest = Fleet(8, newcomers=True), Fleet(8, newcomers=True)
-    honest._fleet._dispatcher._told[8] = pack_profiles([HONEST])[0]
+    honest._fleet._dispatcher._beliefs.claims[8] = pack_profiles([HONEST])[0]
     parts, seconds = zip(*[fleet.multiply() for _ in range(30)], strict=True)
     _, without_s = zip(*[honest.multiply() for _ in range(30)], strict=True)
     assert max(parts[:2]) <= 0.05
@@ -165,13 +165,13 @@ def test_a_silent_newcomer_gets_one_small_block_and_then_nothing_for_ever_longer
     now_s, cells, given_at = 0.0, 0, []
     for job in range(60):
         out = dispatcher.handle(JobsSubmitted([Submission(job, Request(SHAPE), True)]), now_s)
-        while job in dispatcher.jobs:
-            flying = [(d, *key) for d in range(6) for key in dispatcher.devices[d].in_flight]
+        while job in dispatcher._state.jobs:
+            flying = [(d, *key) for d in range(6) for key in dispatcher._state.devices[d].in_flight]
             sent = [i for i in out if isinstance(i, SendBlocks)]
             if any(6 in i.devices for i in sent):
                 given_at.append(now_s)
                 cells += sum(
-                    int(np.prod(dispatcher.jobs[j].tiles[b][1::2]))
+                    int(np.prod(dispatcher._state.jobs[j].tiles[b][1::2]))
                     for i in sent
                     for d, j, b in zip(i.devices, i.jobs, i.blocks, strict=True)
                     if d == 6
@@ -180,7 +180,7 @@ def test_a_silent_newcomer_gets_one_small_block_and_then_nothing_for_ever_longer
                 now_s += 0.05
                 out = dispatcher.handle(BlocksReturned(*map(list, zip(*flying, strict=True))), now_s)
             else:
-                now_s = max(now_s, dispatcher.deadlines.next_s)
+                now_s = max(now_s, dispatcher._deadlines.next_s)
                 out = dispatcher.handle(TimePassed(), now_s)
             dispatcher.check()
         now_s += 2.0

@@ -51,7 +51,7 @@ class Fleet:
             match told:
                 case SendBlocks(devices=devices, jobs=jobs, blocks=blocks):
                     for device, job, block in zip(devices, jobs, blocks, strict=True):
-                        due_s = self._now_s + self._dispatcher.jobs[job].expected_s[block]
+                        due_s = self._now_s + self._dispatcher._state.jobs[job].expected_s[block]
                         heapq.heappush(self._answers, (due_s, device, job, block))
                 case JobFinished(job=job):
                     self._finished.add(job)
@@ -81,7 +81,7 @@ class Fleet:
         begun_s = self._now_s
         while job not in self._finished and self._now_s - begun_s < limit_s:
             answer_s = self._answers[0][0] if self._answers else float("inf")
-            next_s = min(answer_s, max(self._dispatcher.deadlines.next_s, self._now_s + 0.01))
+            next_s = min(answer_s, max(self._dispatcher._deadlines.next_s, self._now_s + 0.01))
             if next_s == float("inf"):
                 return None  # nothing will ever happen
             self._now_s = max(self._now_s, next_s)

@@ -214,10 +214,10 @@ class World:
 
     def devices(self, job: int) -> set[int]:
         """That have or had blocks of it."""
-        return set(self.dispatcher.jobs[job].device)
+        return set(self.dispatcher._state.jobs[job].device)
 
     def answer_all(self, job: int) -> None:
-        while job in self.dispatcher.jobs:
+        while job in self.dispatcher._state.jobs:
             keys = [key for key in self.sent if key[0] == job]
             self.now_s += 0.001
             jobs, blocks = (list(column) for column in zip(*keys, strict=True))
@@ -259,15 +259,15 @@ def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
 def test_what_is_lost_of_it_overtakes_what_waits() -> None:
     world = World()
     world.submit(0, question(patient=3))
-    waiting = [record for record in world.dispatcher.devices if record.background]
+    waiting = [record for record in world.dispatcher._state.devices if record.background]
     assert waiting, "there is something to overtake"
     world.handle(DevicesLeft([min(world.devices(1))]))
     overtaken = 0
-    for record in world.dispatcher.devices:
-        repairs = [world.dispatcher.jobs[job].first[block] for job, block in record.background]
+    for record in world.dispatcher._state.devices:
+        repairs = [world.dispatcher._state.jobs[job].first[block] for job, block in record.background]
         assert repairs == sorted(repairs, reverse=True)
         overtaken += len(set(repairs)) > 1
-    sent = [key for key in world.sent if world.dispatcher.jobs[key[0]].first[key[1]]]
+    sent = [key for key in world.sent if world.dispatcher._state.jobs[key[0]].first[key[1]]]
     assert overtaken or sent
 
 
@@ -276,8 +276,8 @@ def test_a_newcomer_with_the_number_of_one_who_left_is_not_busy() -> None:
     world.submit(0, question())
     gone = min(world.devices(1))
     world.handle(DevicesLeft([gone]))
-    assert gone not in world.dispatcher._busy_apart
-    assert len(world.dispatcher._busy_apart)
+    assert gone not in world.dispatcher._assignments.teams.busy
+    assert len(world.dispatcher._assignments.teams.busy)
 
 
 # ---- a whole step
@@ -314,6 +314,6 @@ def test_nothing_is_left_of_a_step() -> None:
         executor = Executor(server, early=True)
         for program, values in step()[0]:
             executor.run(program, list(values))
-        assert not server._dispatcher._apart
-        assert not len(server._dispatcher._busy_apart)
-        assert all(record.idle for record in server._dispatcher.devices)
+        assert not server._dispatcher._assignments.teams
+        assert not len(server._dispatcher._assignments.teams.busy)
+        assert all(record.idle for record in server._dispatcher._state.devices)

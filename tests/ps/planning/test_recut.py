@@ -120,10 +120,10 @@ def test_lost_pieces_go_out_before_what_waits() -> None:
     columns_of(dispatcher, [3, 3])  # one block of each is sent, two wait
     dispatcher.handle(DevicesLeft([1]))
     dispatcher.check()
-    pieces = [block for block, loss in enumerate(dispatcher.jobs[0].loss) if loss]
+    pieces = [block for block, loss in enumerate(dispatcher._state.jobs[0].loss) if loss]
     assert pieces
     order, last = [], 0
-    while dispatcher.jobs:
+    while dispatcher._state.jobs:
         out = dispatcher.handle(BlocksReturned([0], [0], [last]), 1.0)
         sent = [instruction for instruction in out if isinstance(instruction, SendBlocks)]
         if sent:
@@ -139,10 +139,10 @@ def test_an_idle_device_takes_nothing_that_its_owner_returns_sooner() -> None:
     dispatcher = Dispatcher(Planner())
     dispatcher.handle(DevicesJoined(0, pack_profiles([owner, slow])))
     columns_of(dispatcher, [3, 1])
-    *owners, thiefs = [alone_s(passage) for passage in dispatcher.jobs[0].passage]
-    assert dispatcher.devices[0].busy_with_all_s(0.0)[2] < thiefs < sum(owners)
+    *owners, thiefs = [alone_s(passage) for passage in dispatcher._state.jobs[0].passage]
+    assert dispatcher._state.devices[0].busy_with_all_s(0.0)[2] < thiefs < sum(owners)
     dispatcher.handle(BlocksReturned([1], [0], [3]), 1e-6)
-    assert dispatcher.jobs[0].device == [0, 0, 0, 1]
+    assert dispatcher._state.jobs[0].device == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 16384, 2560, 5120), Shape(320, 512, 64, 512)])
@@ -151,7 +151,7 @@ def test_what_is_held_back_costs_nothing(shape: Shape) -> None:
     profiles, planner = fleet_profiles("paper", 12, seed=1), Planner()
     product = Product(shape, profiles, planner)
     dispatcher = product._fleet._dispatcher
-    assert any(record.urgent for record in dispatcher.devices), "something is held back"
+    assert any(record.urgent for record in dispatcher._state.devices), "something is held back"
     (plan,) = planner.plan([Request(shape)], dispatcher.profiles, np.arange(len(profiles)))
     assert product.run() <= 1.001 * plan.makespan_s
 
@@ -167,4 +167,4 @@ def test_an_idle_device_takes_all_that_waits_for_one_that_does_not_answer() -> N
         (sent,) = [instruction for instruction in out if isinstance(instruction, SendBlocks)]
         assert sent.devices == [1]
         (last,) = sent.blocks
-    assert not dispatcher.devices[0].urgent
+    assert not dispatcher._state.devices[0].urgent

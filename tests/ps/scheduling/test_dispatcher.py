@@ -262,7 +262,7 @@ class World:
 
     def _look_at_new_blocks(self) -> None:
         new = []
-        for job_id, job in self.dispatcher.jobs.items():
+        for job_id, job in self.dispatcher._state.jobs.items():
             for block, device in enumerate(job.device):
                 if (job_id, block) not in self.owner:
                     new.append((job_id, job, block))
@@ -274,7 +274,7 @@ class World:
         self.charges.add(new)
 
     def _sent(self, device: int, job_id: int, block: int) -> None:
-        job = self.dispatcher.jobs[job_id]
+        job = self.dispatcher._state.jobs[job_id]
         tile: list[int] = job.tiles[block].tolist()
         self.flying[device][job_id, block] = tile
         self.streamed += job.chunk[block] < job.shape.inner
@@ -282,7 +282,7 @@ class World:
             if job.kept[block] >> side & 1:
                 assert operand is not None
                 assert job.chunk[block] == job.shape.inner, "a streamed block leaves nothing on its device"
-                if operand in self.dispatcher._slabs.of:  # not forgotten since
+                if operand in self.dispatcher._assignments.slabs.of:  # not forgotten since
                     size = 4 * job.shape.inner * tile[3 + 2 * side]
                     self.slabs[device][operand] = max(size, self.slabs[device].get(operand, 0))
         assert 2 * sum(self.slabs[device].values()) <= self.profiles[device].memory_bytes, f"device {device} keeps more"
@@ -300,7 +300,7 @@ class World:
         )
 
     def _queued_urgent(self) -> dict[int, set[Key]]:
-        return {index: set(record.urgent) for index, record in enumerate(self.dispatcher.devices)}
+        return {index: set(record.urgent) for index, record in enumerate(self.dispatcher._state.devices)}
 
     def _no_background_before_urgent(self, before: dict[int, set[Key]], instructions: list[Instruction]) -> None:
         """A device that has urgent blocks waiting all along is sent no background block."""
@@ -318,7 +318,7 @@ class World:
         for job, shape in self.shapes.items():
             if any(self.profiles[d].memory_bytes >= one_cell_bytes(shape) for d in self.alive):
                 cover = self.accepted[job].copy()
-                record = self.dispatcher.jobs[job]
+                record = self.dispatcher._state.jobs[job]
                 for (b, bs, r, rs, c, cs), state in zip(record.tiles.tolist(), record.state, strict=True):
                     if state in (PENDING, IN_FLIGHT):
                         cover[b : b + bs, r : r + rs, c : c + cs] += 1
@@ -493,7 +493,7 @@ def busy_world() -> World:
     for _ in range(4):
         world.submit(Shape(1, 64, 64, 64), given=quarters())
     assert [len(world.flying[device]) for device in range(4)] == [2] * 4
-    assert [len(record.urgent) for record in world.dispatcher.devices] == [2] * 4
+    assert [len(record.urgent) for record in world.dispatcher._state.devices] == [2] * 4
     return world
 
 
@@ -512,7 +512,7 @@ def state_of(dispatcher: Dispatcher) -> str:
         lambda w: (0, 10_000, 0),
         lambda w: (10_000, 0, 0),
         lambda w: (-1, 0, 0),
-        lambda w: (0, *w.dispatcher.devices[0].urgent[0]),
+        lambda w: (0, *w.dispatcher._state.devices[0].urgent[0]),
     ],
     ids=["duplicate", "other device", "no such block", "no such job", "no such device", "negative", "not sent yet"],
 )
@@ -551,7 +551,7 @@ def test_only_the_blocks_of_a_lost_device_are_cut_again() -> None:
     world.leave(1)
     cut = {
         (job, b)
-        for job, record in world.dispatcher.jobs.items()
+        for job, record in world.dispatcher._state.jobs.items()
         for b, state in enumerate(record.state)
         if state == CUT
     }
@@ -691,7 +691,7 @@ def test_a_job_is_finished_when_it_was_checked() -> None:
     assert instructions == [AcceptBlocks([0, 1, 2, 3]), CheckJob(0)]
     dispatcher.check()
     assert dispatcher.handle(JobChecked(0, [])) == [JobFinished(0)]
-    assert not dispatcher.jobs
+    assert not dispatcher._state.jobs
 
 
 def test_who_returned_a_wrong_block_is_suspended_and_the_block_is_done_again_by_others() -> None:
@@ -815,7 +815,7 @@ def test_a_plan_that_was_made_for_somebody_else_with_that_number_is_not_used() -
         dispatcher.handle(DevicesJoined(2, pack_profiles([replace(COMMON, memory_bytes=memory_bytes)]), [1]))
         dispatcher.handle(JobsSubmitted([replace(plan, job=plan.job + memory_bytes)]))
         dispatcher.check()
-        assert dispatcher.devices[1].in_flight_bytes <= memory_bytes
+        assert dispatcher._state.devices[1].in_flight_bytes <= memory_bytes
 
 
 def test_a_given_plan_is_used_as_it_is() -> None:
@@ -892,7 +892,7 @@ def halves() -> Plan:
 def charged(world: World, *, given: Plan | None = None, kept: Kept = (None, WEIGHT), inner: int = INNER) -> list[int]:
     """Submit a job, bring it to its end; what its blocks were charged."""
     world.submit(Shape(1, ROWS, inner, COLUMNS), given=given or halves(), kept=kept)
-    job = world.dispatcher.jobs[len(world.accepted) - 1]
+    job = world.dispatcher._state.jobs[len(world.accepted) - 1]
     down_bytes = list(job.down_bytes)
     world.finish_everything()
     return down_bytes
@@ -955,9 +955,9 @@ def test_products_of_a_batch_keep_nothing() -> None:
     world = two_devices()
     for _ in range(2):
         world.submit(Shape(2, 8, INNER, 8), given=plan_of([(0, 2, 0, 8, 0, 8)], [0]), kept=(1, 2))
-        assert world.dispatcher.jobs[len(world.accepted) - 1].down_bytes == [4 * INNER * 2 * 16]
+        assert world.dispatcher._state.jobs[len(world.accepted) - 1].down_bytes == [4 * INNER * 2 * 16]
         world.finish_everything()
-    assert world.dispatcher.devices[0].kept_bytes == 0
+    assert world.dispatcher._state.devices[0].kept_bytes == 0
 
 
 def test_a_device_that_joins_later_has_nothing_of_what_the_others_keep() -> None:
@@ -979,7 +979,7 @@ def test_a_device_keeps_no_more_than_half_its_memory_and_is_charged_for_the_rest
         charged(world, kept=(None, operand))
     again = [charged(world, kept=(None, operand))[0] for operand in range(4)]
     assert again == [LEFT_BYTES] * kept + [LEFT_BYTES + RIGHT_BYTES] * (4 - kept)
-    assert world.dispatcher.devices[0].kept_bytes == kept * RIGHT_BYTES
+    assert world.dispatcher._state.devices[0].kept_bytes == kept * RIGHT_BYTES
     world.forget(0)  # its room is given to the next one
     assert charged(world, kept=(None, 3))[0] == LEFT_BYTES + RIGHT_BYTES
     assert charged(world, kept=(None, 3))[0] == LEFT_BYTES
@@ -998,7 +998,7 @@ def test_blocks_in_flight_and_kept_slabs_fit_the_memory_together() -> None:
     assert [len(world.flying[d]) for d in (0, 1)] == [1, 1]  # a slab lies where the second one would
     world.forget(WEIGHT)
     world.finish_everything()
-    assert [record.kept_bytes for record in world.dispatcher.devices] == [0, 0]
+    assert [record.kept_bytes for record in world.dispatcher._state.devices] == [0, 0]
 
 
 def test_a_streamed_block_is_charged_in_full_and_leaves_nothing() -> None:
@@ -1007,11 +1007,11 @@ def test_a_streamed_block_is_charged_in_full_and_leaves_nothing() -> None:
     given = plan_of([(0, 1, 0, ROWS, 0, COLUMNS)], [0])
     for _ in range(2):
         world.submit(shape, given=given, kept=(1, 2))
-        job = world.dispatcher.jobs[len(world.accepted) - 1]
+        job = world.dispatcher._state.jobs[len(world.accepted) - 1]
         assert 0 < job.chunk[0] < shape.inner
         assert job.down_bytes == [4 * shape.inner * (ROWS + COLUMNS)]
         world.finish_everything()
-    assert world.dispatcher.devices[0].kept_bytes == 0
+    assert world.dispatcher._state.devices[0].kept_bytes == 0
 
 
 def test_a_stolen_block_is_charged_in_full() -> None:
@@ -1019,7 +1019,7 @@ def test_a_stolen_block_is_charged_in_full() -> None:
     world.join(replace(COMMON, credit_blocks=1, latency_s=0.0))
     strip = [(0, 1, 0, ROWS, 12 * i, 12) for i in range(4)]
     world.submit(Shape(1, ROWS, INNER, COLUMNS), given=plan_of(strip, [0] * 4, [(1, 1), (0, 1), (0, 1), (0, 1)]))
-    job = world.dispatcher.jobs[0]
+    job = world.dispatcher._state.jobs[0]
     assert job.down_bytes == [4 * INNER * (ROWS + 12)] + [4 * INNER * 12] * 3
     world.join(replace(COMMON, latency_s=0.0))
     stolen = [block for block, device in enumerate(job.device) if device == 1]
@@ -1033,7 +1033,7 @@ def test_a_stolen_block_is_streamed_if_the_thief_has_less_memory() -> None:
     for _ in range(3):
         world.submit(shape, given=plan_of([(0, 1, 0, 8, 0, 8)], [0]))
     world.join(replace(COMMON, latency_s=0.0, memory_bytes=100_000))
-    job = world.dispatcher.jobs[2]
+    job = world.dispatcher._state.jobs[2]
     assert job.device == [1]
     assert 0 < job.chunk[0] < shape.inner  # and check() has seen that it fits
 
@@ -1071,7 +1071,7 @@ def test_a_lost_block_is_charged_in_full_where_it_goes() -> None:
     world = two_devices()
     world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
     world.leave(1)
-    job = world.dispatcher.jobs[0]
+    job = world.dispatcher._state.jobs[0]
     assert len(job.state) > 2
     for block in range(2, len(job.state)):
         _, _, _, rows, _, cols = job.tiles[block].tolist()
@@ -1082,79 +1082,79 @@ def test_a_lost_block_is_charged_in_full_where_it_goes() -> None:
 
 
 def flying_key(d: Dispatcher, device: int = 0) -> Key:
-    return sorted(d.devices[device].in_flight)[0]
+    return sorted(d._state.devices[device].in_flight)[0]
 
 
 def _stretch(d: Dispatcher) -> None:
-    d.jobs[0].tiles[0, 3] += 1
+    d._state.jobs[0].tiles[0, 3] += 1
 
 
 def _shrink(d: Dispatcher) -> None:
-    d.jobs[0].tiles[0, 3] -= 1
+    d._state.jobs[0].tiles[0, 3] -= 1
 
 
 def _cut_for_nothing(d: Dispatcher) -> None:
-    d.jobs[0].state[0] = CUT
+    d._state.jobs[0].state[0] = CUT
 
 
 def _in_flight_twice(d: Dispatcher) -> None:
     job, block = flying_key(d)
-    d.devices[1].credit_blocks += 1
-    d.devices[1].in_flight[job, block] = 1.0
-    d.devices[1].in_flight_bytes += d.jobs[job].size_bytes[block]
+    d._state.devices[1].credit_blocks += 1
+    d._state.devices[1].in_flight[job, block] = 1.0
+    d._state.devices[1].in_flight_bytes += d._state.jobs[job].size_bytes[block]
 
 
 def _queued_and_in_flight(d: Dispatcher) -> None:
-    d.devices[1].urgent.append(flying_key(d))
-    d._waiting[1] += 1
+    d._state.devices[1].urgent.append(flying_key(d))
+    d._state.waiting[1] += 1
 
 
 def _queued_twice(d: Dispatcher) -> None:
-    d.devices[0].urgent.append(d.devices[0].urgent[0])
-    d._waiting[0] += 1
+    d._state.devices[0].urgent.append(d._state.devices[0].urgent[0])
+    d._state.waiting[0] += 1
 
 
 def _done_and_in_flight(d: Dispatcher) -> None:
     job, block = flying_key(d)
-    d.jobs[job].state[block] = DONE
+    d._state.jobs[job].state[block] = DONE
 
 
 def _nowhere(d: Dispatcher) -> None:
-    d.devices[0].urgent.popleft()
-    d._waiting[0] -= 1
+    d._state.devices[0].urgent.popleft()
+    d._state.waiting[0] -= 1
 
 
 def _wrong_owner(d: Dispatcher) -> None:
     job, block = flying_key(d)
-    d.jobs[job].device[block] = 1
+    d._state.jobs[job].device[block] = 1
 
 
 def _bytes_miscounted(d: Dispatcher) -> None:
-    d.devices[0].in_flight_bytes -= 1
+    d._state.devices[0].in_flight_bytes -= 1
 
 
 def _too_many_blocks(d: Dispatcher) -> None:
-    d.devices[0].credit_blocks = 1
+    d._state.devices[0].credit_blocks = 1
 
 
 def _too_many_bytes(d: Dispatcher) -> None:
-    d.devices[0].memory_bytes = d.devices[0].in_flight_bytes - 1
+    d._state.devices[0].memory_bytes = d._state.devices[0].in_flight_bytes - 1
 
 
 def _queue_miscounted(d: Dispatcher) -> None:
-    d._waiting[0] += 1
+    d._state.waiting[0] += 1
 
 
 def _dead_with_work(d: Dispatcher) -> None:
-    d.devices[0].alive = False
+    d._state.devices[0].alive = False
 
 
 def _job_forgotten_in_flight(d: Dispatcher) -> None:
-    del d.jobs[flying_key(d)[0]]
+    del d._state.jobs[flying_key(d)[0]]
 
 
 def _job_forgotten_in_queues(d: Dispatcher) -> None:
-    del d.jobs[d.devices[0].urgent[-1][0]]
+    del d._state.jobs[d._state.devices[0].urgent[-1][0]]
 
 
 @pytest.mark.parametrize(
@@ -1187,15 +1187,15 @@ def test_check_notices_a_corrupted_state(corrupt: Callable[[Dispatcher], Any]) -
 
 
 def _keeps_more_than_counted(d: Dispatcher) -> None:
-    d.devices[0].kept_bytes -= 1
+    d._state.devices[0].kept_bytes -= 1
 
 
 def _keeps_less_than_counted(d: Dispatcher) -> None:
-    d._slabs.of[WEIGHT].high[0] = 0
+    d._assignments.slabs.of[WEIGHT].high[0] = 0
 
 
 def _no_room_for_what_it_keeps(d: Dispatcher) -> None:
-    d.devices[0].memory_bytes = d.devices[0].in_flight_bytes + d.devices[0].kept_bytes - 1
+    d._state.devices[0].memory_bytes = d._state.devices[0].in_flight_bytes + d._state.devices[0].kept_bytes - 1
 
 
 @pytest.mark.parametrize(

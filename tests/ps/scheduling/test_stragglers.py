@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import ANSWER
 from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.scheduling.beliefs import CORRECTED_EVERY_S
 from ps.scheduling.deadlines import (
     BEYOND,
     COLD_FLOOR_S,
@@ -38,7 +39,8 @@ from ps.scheduling.events import (
     TimePassed,
 )
 from ps.scheduling.slowness import ANSWERS
-from ps.scheduling.stragglers import CORRECTED_EVERY_S, FEW, GRACE_S, SUSPECTED_S
+from ps.scheduling.standing import SUSPECTED_S
+from ps.scheduling.stragglers import FEW, GRACE_S
 from ps.transport.jobs import Live, Product
 from ps.transport.operands import Operand
 from ps.transport.records import Records
@@ -124,9 +126,9 @@ class Clockwork:
         self.now_s, self.job = 100.0, 0
         self.dispatcher.handle(DevicesJoined(0, pack_profiles(profiles or [COMMON] * 5)), self.now_s)
         for _ in range(ENOUGH):
-            self.dispatcher.deadlines.returned([2.0], [1.0])
-        for record in self.dispatcher.devices:
-            record.worked = self.dispatcher._answered = True  # those answers were theirs
+            self.dispatcher._deadlines.returned([2.0], [1.0])
+        for record in self.dispatcher._state.devices:
+            record.worked = self.dispatcher._stragglers._answered = True  # those answers were theirs
 
     def submit(self, devices: list[int]) -> list[int]:
         """A product in as many equal parts; its blocks."""
@@ -141,7 +143,7 @@ class Clockwork:
         """Time passes until something is overdue."""
         out: list[object] = []
         while not out:  # what has come back since is overdue for nobody
-            self.now_s = max(self.now_s, self.dispatcher.deadlines.next_s)
+            self.now_s = max(self.now_s, self.dispatcher._deadlines.next_s)
             assert self.now_s < float("inf")
             out += self.dispatcher.handle(TimePassed(), self.now_s)
             self.dispatcher.check()
@@ -177,7 +179,7 @@ def test_if_the_late_one_is_first_after_all_the_others_are_told_to_stop() -> Non
     sent = world.late()
     stopped = CancelBlocks(sent.devices, sent.jobs, sent.blocks)
     assert world.answer(0, 0) == [AcceptBlocks([0]), JobFinished(0), stopped]
-    assert all(device.idle for device in world.dispatcher.devices)
+    assert all(device.idle for device in world.dispatcher._state.devices)
     assert world.answer(sent.devices[0], sent.blocks[0]) == [], "it changes nothing"
 
 
@@ -185,27 +187,29 @@ def test_all_that_a_late_device_was_sent_is_given_to_others_too_and_what_waits_f
     world = Clockwork(*[replace(COMMON, credit_blocks=2)] * 6)
     world.submit([0, 0, 0, 0])  # two of them are sent
     world.late()
-    assert set(world.dispatcher.devices[0].in_flight) == {(0, 0), (0, 1)}
-    assert not world.dispatcher.devices[0].urgent
-    assert {(0, 0), (0, 1)} == set(world.dispatcher.rescues)
+    assert set(world.dispatcher._state.devices[0].in_flight) == {(0, 0), (0, 1)}
+    assert not world.dispatcher._state.devices[0].urgent
+    assert {(0, 0), (0, 1)} == set(world.dispatcher._stragglers.copies)
 
 
 def test_a_block_is_given_to_others_once_and_no_more() -> None:
     world = Clockwork()
     world.submit([0])
     world.late()
-    assert world.dispatcher.rescues.begun == 1
+    assert world.dispatcher._stragglers.copies.begun == 1
     world.dispatcher.handle(TimePassed(), world.now_s + 1e-3)
-    assert world.dispatcher.rescues.begun == 1
+    assert world.dispatcher._stragglers.copies.begun == 1
 
 
 def test_pieces_of_a_late_block_are_not_late_at_the_first_hitch() -> None:
     world = Clockwork()
     world.submit([0])
-    patience_s = world.dispatcher.jobs[0].expected_s[0]
+    patience_s = world.dispatcher._state.jobs[0].expected_s[0]
     sent_s = world.now_s
     world.late()
-    assert world.dispatcher.deadlines.next_s >= world.now_s + world.dispatcher.deadlines.margin(patience_s) * patience_s
+    assert (
+        world.dispatcher._deadlines.next_s >= world.now_s + world.dispatcher._deadlines.margin(patience_s) * patience_s
+    )
     assert world.now_s > sent_s
 
 
@@ -217,15 +221,15 @@ def test_if_the_pieces_are_late_too_others_get_them_and_the_first_one_is_told_to
     assert any(isinstance(i, CancelBlocks) and (0, 0, 0) in zip(i.devices, i.jobs, i.blocks, strict=True) for i in out)
     for device, block in zip(pieces.devices, pieces.blocks, strict=True):
         world.answer(device, block)
-    assert not world.dispatcher.jobs, "the pieces' first answers decide, and they are enough"
+    assert not world.dispatcher._state.jobs, "the pieces' first answers decide, and they are enough"
 
 
 def test_alone_it_is_asked_again_later() -> None:
     world = Clockwork(COMMON)
     world.submit([0])
     world.dispatcher.handle(TimePassed(), 1e3)
-    assert world.dispatcher.rescues.begun == 0
-    assert world.dispatcher.deadlines.next_s < float("inf")
+    assert world.dispatcher._stragglers.copies.begun == 0
+    assert world.dispatcher._deadlines.next_s < float("inf")
     assert JobFinished(0) in world.answer(0, 0)
 
 
@@ -271,8 +275,8 @@ def test_all_lost_is_a_loss() -> None:
 def shares(world: Clockwork, shape: Shape) -> NDArray[np.int64]:
     """Cells of each device in the dispatcher's present plan of a product."""
     dispatcher = world.dispatcher
-    dispatcher._correct_profiles()
-    (plan,) = dispatcher._planner.plan([Request(shape)], dispatcher.profiles, np.arange(6), dispatcher._revised)
+    dispatcher._beliefs.correct(world.now_s)
+    (plan,) = dispatcher._planner.plan([Request(shape)], dispatcher.profiles, np.arange(6), dispatcher._beliefs.revised)
     return np.bincount(plan.device, plan.tiles[:, 3] * plan.tiles[:, 5], 6).astype(np.int64)
 
 
@@ -309,14 +313,14 @@ def test_who_is_overdue_gets_nothing_new_until_it_answers_or_some_time_has_passe
         world = Clockwork()
         world.submit([0])
         world.late()
-        assert world.dispatcher._able.tolist() == [1, 2, 3, 4]
+        assert world.dispatcher._standing.able.tolist() == [1, 2, 3, 4]
         if lives:
             world.answer(0, 0)
         else:
             world.now_s += SUSPECTED_S
             world.dispatcher.handle(TimePassed(), world.now_s)
         world.dispatcher.check()
-        assert 0 in world.dispatcher._able
+        assert 0 in world.dispatcher._standing.able
 
 
 def test_if_many_are_late_it_is_not_them() -> None:
@@ -325,7 +329,7 @@ def test_if_many_are_late_it_is_not_them() -> None:
     world.submit([0, 1, 2, 3])
     world.dispatcher.handle(TimePassed(), 1e6)
     world.dispatcher.check()
-    assert len(world.dispatcher._able) >= 6
+    assert len(world.dispatcher._standing.able) >= 6
 
 
 def test_if_many_are_late_at_once_they_get_a_moment_more_and_no_second_one() -> None:
@@ -333,7 +337,7 @@ def test_if_many_are_late_at_once_they_get_a_moment_more_and_no_second_one() -> 
     for many in (FEW, 2 * FEW):
         world = Clockwork(*[COMMON] * 40)
         blocks = world.submit(list(range(many)))
-        world.now_s = world.dispatcher.deadlines.next_s
+        world.now_s = world.dispatcher._deadlines.next_s
         out = world.dispatcher.handle(TimePassed(), world.now_s)
         assert bool(out) == (many == FEW)
     graced_s = world.now_s
@@ -342,7 +346,7 @@ def test_if_many_are_late_at_once_they_get_a_moment_more_and_no_second_one() -> 
     assert world.dispatcher.handle(TimePassed(), world.now_s) == [], "nor is anybody late before it is over"
     world.late()
     assert world.now_s == graced_s + GRACE_S
-    assert set(world.dispatcher._suspects) == set(range(1, many)), "who has answered meanwhile is not late"
+    assert set(world.dispatcher._standing.suspects) == set(range(1, many)), "who has answered meanwhile is not late"
 
 
 def test_a_suspect_that_is_lost_does_not_come_back() -> None:
@@ -352,7 +356,7 @@ def test_a_suspect_that_is_lost_does_not_come_back() -> None:
     world.dispatcher.handle(DevicesLeft([0]), world.now_s)
     world.dispatcher.handle(TimePassed(), world.now_s + SUSPECTED_S)
     world.dispatcher.check()
-    assert 0 not in world.dispatcher._able
+    assert 0 not in world.dispatcher._standing.able
 
 
 def test_a_suspect_works_when_nobody_else_can() -> None:
@@ -362,7 +366,7 @@ def test_a_suspect_works_when_nobody_else_can() -> None:
         world = Clockwork(COMMON, *[small] * 4, COMMON)
         world.submit([0])
         assert set(world.late().devices) == {5}
-        assert 0 not in world.dispatcher._able
+        assert 0 not in world.dispatcher._standing.able
         other = Submission(1, Request(SHAPE), True)
         if submitted_first:  # the helper has it, and loses it
             world.dispatcher.handle(JobsSubmitted([other]), world.now_s)
@@ -379,20 +383,20 @@ def test_a_suspect_works_when_nobody_else_can() -> None:
 def test_pieces_that_were_never_sent_are_in_nobodys_way_in_the_records() -> None:
     world = Clockwork(*[replace(COMMON, credit_blocks=1)] * 4)
     world.submit([0, 1, 2, 3])
-    job = world.dispatcher.jobs[0]
+    job = world.dispatcher._state.jobs[0]
     operand = Operand(np.zeros((1, SHAPE.rows, SHAPE.inner), np.float32))
     other = Operand(np.zeros((1, SHAPE.columns, SHAPE.inner), np.float32))
     product = Product(operand, other, np.zeros((1, SHAPE.rows, SHAPE.columns), np.float32), lambda: None)
-    live = Live(product, job, np.zeros(0, np.uint64))
+    live = Live(product)
     live.sent(np.arange(4, dtype=np.uint32), 5)
-    world.now_s = world.dispatcher.deadlines.next_s
+    world.now_s = world.dispatcher._deadlines.next_s
     world.dispatcher.handle(TimePassed(), world.now_s)
     assert len(job.tiles) > 4, "all are busy: pieces wait"
     records = Records()
     answers = np.zeros(2, ANSWER)
     answers["job"] = [0, 1]
     records.answered(answers, [0, 1, 2, 3], 9)
-    records.finished(0, "product", 1, SHAPE, job.tiles, live.stamps())
+    records.finished(0, "product", 1, SHAPE, job.tiles, live.stamps(len(job.tiles)))
     records.finished(1, "product", 1, SHAPE, job.tiles[:1], np.full(1, 5, np.uint64))
     assert records.columns()["sent_s"].tolist() == [0.0, 0.0]
 

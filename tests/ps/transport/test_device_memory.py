@@ -407,7 +407,7 @@ def test_a_block_whose_chunk_fails_is_answered_once_and_leaves_nothing(at: int) 
     factors = Operand(numbers(1, 6, 40)), Operand(numbers(1, 5, 40))
     rows: list[BlockRow] = []
     for block in (0, 1):
-        for parcel in streamed(9, factors, np.array([0, 1, 0, 6, 0, 5]), block, 0, 10, ids):
+        for parcel in streamed(9, factors, [0, 1, 0, 6, 0, 5], block, 0, 10, ids):
             work = Work(0, np.empty(0, "<u4"), parcel.pieces, parcel.blocks, list(parcel.data))
             operands.accept(work)
             rows += parcel.blocks.tolist()

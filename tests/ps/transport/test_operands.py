@@ -410,7 +410,7 @@ def test_a_block_in_chunks_is_the_block_in_one_piece(
         Operand(LAYOUTS[right](rng.standard_normal((shape.batch, shape.columns, shape.inner), dtype=np.float32))),
     )
     line, results = Line(), []
-    for parcel in streamed(7, operands, np.array(tile), 3, 2, length, line.piece_ids):
+    for parcel in streamed(7, operands, tile, 3, 2, length, line.piece_ids):
         (row,) = line.bring(parcel)
         assert row[:3] == (2, 7, 3)
         assert row[14] == sum(d.nbytes for d in parcel.data)
@@ -429,7 +429,7 @@ def test_a_block_in_chunks_is_the_block_in_one_piece(
 @given(product=long_products())
 def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tuple[Shape, Tile, int]) -> None:
     shape, tile, length = product
-    sent = list(streamed(0, operands_of(shape), np.array(tile), 0, 0, length, count()))
+    sent = list(streamed(0, operands_of(shape), tile, 0, 0, length, count()))
     assert sum(d.nbytes for parcel in sent for d in parcel.data) == needed_bytes(shape, [tile])
     inner = [int(parcel.pieces["inner"][0]) for parcel in sent]
     assert sum(inner) == shape.inner
@@ -441,7 +441,7 @@ def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tu
 def test_a_chunk_is_packed_when_its_turn_has_come_and_is_not_remembered() -> None:
     """Otherwise the server would hold a second copy of what is too large for the device."""
     operands = operands_of(Shape(1, 4, 30, 4), "strided", "transposed")
-    source = streamed(0, operands, np.array([0, 1, 0, 4, 0, 4]), 0, 0, 10, count())
+    source = streamed(0, operands, [0, 1, 0, 4, 0, 4], 0, 0, 10, count())
     next(source)
     operands[0].array[:] = 5.0
     assert all((next(source).data[0] == 5.0).all() for _ in range(2))
@@ -455,7 +455,7 @@ def chunks_of_two_blocks() -> tuple[Line, list[BlockRow], list[BlockRow], Array]
     rows = [
         [
             row
-            for parcel in streamed(0, operands, np.array([0, 1, 0, 4, column, 3]), block, 0, 10, line.piece_ids)
+            for parcel in streamed(0, operands, [0, 1, 0, 4, column, 3], block, 0, 10, line.piece_ids)
             for row in line.bring(parcel)
         ]
         for block, column in ((0, 0), (1, 3))
@@ -489,7 +489,7 @@ def test_a_chunk_out_of_turn_is_refused_and_spoils_no_other_block(order: tuple[i
     for chunk in good:
         assert line.receiver.product(one[chunk], NumpyKernel()) is None
     if bad in good:  # it would have to be sent a second time
-        again = next(streamed(0, operands_of(Shape(1, 4, 30, 6)), np.array([0, 1, 0, 4, 0, 3]), 0, 0, 10, count(90)))
+        again = next(streamed(0, operands_of(Shape(1, 4, 30, 6)), [0, 1, 0, 4, 0, 3], 0, 0, 10, count(90)))
         (row,) = line.bring(Parcel(again.pieces, with_chunk(again.blocks, bad), again.data))
     else:
         row = one[bad]

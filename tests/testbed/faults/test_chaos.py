@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ps.scheduling.assignments import Assignments
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import AcceptBlocks, BlocksReturned, CancelBlocks, DevicesLeft, JobChecked
 from ps.scheduling.state import CUT, Turn
@@ -49,15 +50,15 @@ def test_any_operation_can_be_left_out() -> None:
 
 def forget_a_lost_block(patch: pytest.MonkeyPatch) -> None:
     """One block of those that a device had is not cut again."""
-    honest = Dispatcher._cut
+    honest = Assignments.cut
 
-    def cut(self: Dispatcher, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
+    def cut(self: Assignments, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
         for job_id, block in lost[:1] if len(lost) > 1 else []:
-            self.jobs[job_id].state[block] = CUT
-            self.jobs[job_id].open -= 1
+            self._state.jobs[job_id].state[block] = CUT
+            self._state.jobs[job_id].open -= 1
         honest(self, lost[1:] if len(lost) > 1 else lost, turn, avoid, loss)
 
-    patch.setattr(Dispatcher, "_cut", cut)
+    patch.setattr(Assignments, "cut", cut)
 
 
 def accept_everything_in_a_message(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def accept_everything_in_a_message(patch: pytest.MonkeyPatch) -> None:
 
     def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
         out = honest(self, event, now_s)
-        if isinstance(event, BlocksReturned) and not out and event.jobs[0] in self.jobs and event.blocks[0] == 0:
+        if isinstance(event, BlocksReturned) and not out and event.jobs[0] in self._state.jobs and event.blocks[0] == 0:
             return [AcceptBlocks([0])]
         return out
 
@@ -78,10 +79,10 @@ def keep_the_dead_in_mind(patch: pytest.MonkeyPatch) -> None:
     honest = Dispatcher.handle
 
     def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
-        able = self._able
+        able = self._standing.able
         out = honest(self, event, now_s)
         if isinstance(event, DevicesLeft) and len(able) > 2:
-            self._able = able
+            self._standing.able = able
         return out
 
     patch.setattr(Dispatcher, "handle", handle)
@@ -99,7 +100,7 @@ def count_the_loser_too(patch: pytest.MonkeyPatch) -> None:
                 losers.update(zip(told.devices, told.jobs, told.blocks, strict=True))
         if isinstance(event, BlocksReturned) and not out:
             late = (event.devices[0], event.jobs[0], event.blocks[0])
-            if late in losers and late[1] in self.jobs:
+            if late in losers and late[1] in self._state.jobs:
                 return [AcceptBlocks([0])]
         return out
 
@@ -114,7 +115,7 @@ def accuse_the_loser(patch: pytest.MonkeyPatch) -> None:
         out = honest(self, event, now_s)
         for told in out if isinstance(event, BlocksReturned) else []:
             if isinstance(told, CancelBlocks) and told.jobs[0] == event.jobs[0]:
-                self.jobs[event.jobs[0]].device[event.blocks[0]] = told.devices[0]
+                self._state.jobs[event.jobs[0]].device[event.blocks[0]] = told.devices[0]
         return out
 
     patch.setattr(Dispatcher, "handle", handle)
