@@ -25,11 +25,11 @@ from ps.planning.planner import Integers
 from ps.planning.recut import recut
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines
+from ps.scheduling.deferred_teams import DeferredTeams
 from ps.scheduling.events import JobWaits
 from ps.scheduling.slabs import KeptSlabs
 from ps.scheduling.standing import Standing
 from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Orphan, State, Turn
-from ps.scheduling.teams import DeferredTeams
 
 RECUT_OVER = 64  # devices, at most, that a lost rectangle is cut over: those that would finish it soonest
 THEFTS_A_TURN = 32
