@@ -81,7 +81,7 @@ class Fleet:
         begun_s = self._now_s
         while job not in self._finished and self._now_s - begun_s < limit_s:
             answer_s = self._answers[0][0] if self._answers else float("inf")
-            next_s = min(answer_s, max(self._dispatcher._deadlines.next_s, self._now_s + 0.01))
+            next_s = min(answer_s, max(self._dispatcher.next_look_s, self._now_s + 0.01))
             if next_s == float("inf"):
                 return None  # nothing will ever happen
             self._now_s = max(self._now_s, next_s)
