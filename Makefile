@@ -1,4 +1,4 @@
-# `make` lists what there is. Every target prepares .venv by itself, once: the stamp files below depend on the lock
+# `make` lists the targets. Every target prepares .venv once: the stamp files below depend on the lock
 # files, so that a changed lock is installed and an unchanged one costs nothing.
 # Written for GNU make 3.81 and later.
 
@@ -19,7 +19,7 @@ help: ## list the targets
 	@echo
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-setup: $(RUNTIME) ## prepare .venv (the other targets do it too)
+setup: $(RUNTIME) ## prepare .venv (all other targets do it too)
 	@echo "$(VENV) is ready: make testbed"
 
 testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-tiny SCENARIO=quickstart LAUNCH=docker
@@ -27,7 +27,7 @@ testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-
 		$(if $(SEED),--seed $(SEED)) $(if $(MODEL),--set model.name=$(MODEL)) \
 		$(if $(LAUNCH),--set launch.kind=$(LAUNCH))
 
-image: $(RUNTIME) ## the image of devices for LAUNCH=docker; BASE=debootstrap needs no registry
+image: $(RUNTIME) ## build the device image for LAUNCH=docker; BASE=debootstrap needs no registry
 	@$(BIN)/cleave image $(if $(BASE),--base $(BASE))
 
 # First what may run side by side, on all cores, one thread each; then, one after the other, what measures time. Both
@@ -38,18 +38,18 @@ test: lint ## lint, then all tests; FAST=1 without slow, root, docker and alone 
 	$(if $(FAST),,$(PYTEST) --phase alone $(ARGS) || [ $$? -eq 5 ] || failed=yes;) \
 	[ -z "$$failed" ]
 
-lint: $(DEV) ## ruff and mypy --strict
+lint: $(DEV) ## run ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(RUNTIME) ## benchmarks; PEERS=1 sets Ray and Dask beside them
+bench: $(RUNTIME) ## run the benchmarks; PEERS=1 also runs Ray and Dask
 	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers)
 
-chaos: $(RUNTIME) ## seeded faults on the real dispatcher, checked after every event; TIME_S=600 SEED=1
+chaos: $(RUNTIME) ## run seeded faults on the real dispatcher, checked after every event; TIME_S=600 SEED=1
 	@$(BIN)/python -m testbed.faults.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)
 
-fuzz: $(RUNTIME) ## nonsense at a real server, before and after admission; MESSAGES=1000000 SEED=1
+fuzz: $(RUNTIME) ## send nonsense to a real server, before and after admission; MESSAGES=1000000 SEED=1
 	@$(BIN)/python -m testbed.faults.fuzz --messages $(or $(MESSAGES),100000) --seed $(or $(SEED),0)
 
 phones: $(RUNTIME) ## deploy to every phone on adb; DRY=1 prints every adb command, PORT=5555 of the server

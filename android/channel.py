@@ -60,8 +60,8 @@ class Typed:
         self._adb, self._serial, self._serving = adb, serial, serving
 
     def run(self, script: str, limit_s: float) -> tuple[int, str]:
-        letter = self._serving.letter(_wrapped(script))
-        place = f"{self._serving.url.removeprefix('http://')}/{letter.name}"
+        phone_script = self._serving.phone_script(_wrapped(script))
+        place = f"{self._serving.url.removeprefix('http://')}/{phone_script.name}"
         line = f"curl -s {place}|sh 2>&1|curl -s --data-binary @- {place}"
         opened = self._adb(self._serial, "shell", "am start -n com.termux/.app.TermuxActivity")
         if opened.code or "Error" in opened.out + opened.error:
@@ -76,7 +76,7 @@ class Typed:
                 )
         if self._adb.dry:
             return 0, ""
-        said = letter.wait(limit_s)
+        said = phone_script.wait(limit_s)
         if said is None:
             raise ChannelError(
                 f"Termux did not answer within {limit_s:.0f} s: look at its screen. Is a program running in it, or has "

@@ -1,4 +1,4 @@
-"""A small HTTP server that strangers cannot keep busy: one thread for all connections, a deadline on every wait.
+"""A small HTTP server that attackers cannot keep busy: one thread for all connections, a deadline on every wait.
 
 A connection has WHOLE_S in total and REQUEST_S for its request, counted from when it opens and not from its latest
 byte, so one that trickles is cut off. There are at most CONNECTIONS, and PER_ADDRESS from one address; a further one
@@ -91,25 +91,25 @@ class HttpFiles:
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
-        self._ear, self._bell = socket.socketpair()
+        self._woken, self._waker = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: dict[socket.socket, Connection] = {}  # in order of arrival
         self._thread = threading.Thread(target=self._serve, name="bootstrap", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._bell.send(b"!")
+        self._waker.send(b"!")
         self._thread.join()
         for connection in list(self._connections.values()):
             self._close(connection)
-        for open_ in (self._listener, self._ear, self._bell, self._selector):
+        for open_ in (self._listener, self._woken, self._waker, self._selector):
             open_.close()
 
     def _serve(self) -> None:
         while True:
             for key, events in self._selector.select(self._patience_s()):
-                if key.fileobj is self._ear:
+                if key.fileobj is self._woken:
                     return
                 if key.fileobj is self._listener:
                     self._accept()

@@ -26,7 +26,7 @@ MOST_ANSWER_BYTES = 4 << 20
 OCTETS, TEXT = "application/octet-stream", "text/plain"
 
 
-class Letter:
+class PhoneScript:
     """A script for one phone that cannot be reached otherwise (see android/channel.py), and its output."""
 
     def __init__(self, name: str, script: bytes) -> None:
@@ -79,12 +79,12 @@ class Serving:
     def command(self, link: str) -> str:
         return paste(self.script, self.url, link)
 
-    def letter(self, script: str) -> Letter:
+    def phone_script(self, script: str) -> PhoneScript:
         """Serve a script to one phone. Its random name, which cannot be guessed, grants the right to fetch and answer
         it."""
-        letter = Letter(secrets.token_urlsafe(12), script.encode())
-        self._files.letters[f"/{letter.name}"] = letter
-        return letter
+        phone_script = PhoneScript(secrets.token_urlsafe(12), script.encode())
+        self._files.phone_scripts[f"/{phone_script.name}"] = phone_script
+        return phone_script
 
     def stop(self) -> None:
         self._server.stop()
@@ -107,24 +107,24 @@ def paste(script: bytes, url: str, link: str) -> str:
 
 
 class Files(Answering):
-    """Serves the files read-only, and letters, each for one phone, which answers with a POST."""
+    """Serves the files read-only, and scripts, each for one phone, which answers with a POST."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.letters: dict[str, Letter] = {}
+        self.phone_scripts: dict[str, PhoneScript] = {}
 
     def most_body_bytes(self, request: Request) -> int:
-        return MOST_ANSWER_BYTES if request.method == "POST" and request.path in self.letters else 0
+        return MOST_ANSWER_BYTES if request.method == "POST" and request.path in self.phone_scripts else 0
 
     def answer(self, request: Request, body: bytes) -> Answer:
-        letter = self.letters.get(request.path)
+        phone_script = self.phone_scripts.get(request.path)
         match request.method:
             case "GET" | "HEAD":
-                found = letter.script if letter else self.files.get(request.path)
+                found = phone_script.script if phone_script else self.files.get(request.path)
                 if found is None:
                     return Answer(HTTPStatus.NOT_FOUND, f"there is only {', '.join(self.files)}\n".encode())
                 return Answer(HTTPStatus.OK, found, OCTETS if request.path.endswith(".zip") else TEXT)
-            case "POST" if letter is not None and request.body_bytes <= MOST_ANSWER_BYTES:
-                letter.answer(body)
+            case "POST" if phone_script is not None and request.body_bytes <= MOST_ANSWER_BYTES:
+                phone_script.answer(body)
                 return Answer(HTTPStatus.NO_CONTENT)
         return Answer(HTTPStatus.NOT_IMPLEMENTED)

@@ -34,7 +34,7 @@ class Tracker(Protocol):
     def done(self) -> bool: ...
 
 
-class Room:
+class MemoryBudget:
     def __init__(self, lent_bytes: int, credit_blocks: int) -> None:
         self.lent_bytes = lent_bytes
         self.most_bytes = int(MEMORY_SLACK * lent_bytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from queue import Empty
 from typing import Protocol
@@ -21,12 +21,12 @@ import zmq
 
 from agent.compute.computer import Computer
 from agent.compute.kernels import Kernel
-from agent.compute.memory_budget import Room, output_bytes
+from agent.compute.memory_budget import MemoryBudget, output_bytes
 from agent.compute.pieces import BlockRow, Operands
 from agent.identity.keys import Credentials, Curve
 from agent.owner.rules import DataPlan, Decision
 from agent.protocol.connection import Connection
-from agent.protocol.incoming import Gate, Unfinished
+from agent.protocol.incoming import InboundLimit, Unfinished
 from agent.protocol.units import format_size
 from agent.protocol.wire import (
     ANSWER,
@@ -49,7 +49,7 @@ from agent.protocol.wire import (
 log = logging.getLogger(__name__)
 
 SPARE_BYTES = 1 << 20  # allowance for a message's tables of blocks and pieces, besides its operands
-ROOM_S = 0.005  # how often to check whether waiting blocks have room
+MEMORY_LOOK_S = 0.005  # how often to check whether waiting blocks have memory
 SMALLER_S = 1.0  # a device that left with bytes to spare rejoins after this, with less memory
 
 
@@ -124,14 +124,18 @@ class Session:
         self._endpoint, self._stop, self._owner, self._tally = endpoint, stop, owner, tally
         self._on_welcome = on_welcome
         self._losses = 0  # connections lost before we were admitted
-        self._everybody = np.arange(len(join.profiles), dtype="<u4")
+        self._all_devices = np.arange(len(join.profiles), dtype="<u4")
         join = _offer(join, owner.data)
         lent_bytes = int(join.profiles["memory_bytes"].sum())
-        self._operands, self._room = Operands(), Room(lent_bytes, int(join.profiles["credit_blocks"].sum()))
-        self._bell, self._ear = _bell(context)
-        self._gate_bell, self._gate_ear = _bell(context)  # ZeroMQ sockets must not be shared between threads
-        self._gate = Gate(endpoint, isinstance(credentials, Curve), self._judge, lambda: self._gate_bell.send(b""))
-        self._computer = Computer(self._operands, kernel, lambda: self._bell.send(b""), part_flops)
+        self._operands, self._memory = Operands(), MemoryBudget(lent_bytes, int(join.profiles["credit_blocks"].sum()))
+        self._waker, self._woken = _wake_pair(context)
+        self._inbound_waker, self._inbound_woken = _wake_pair(
+            context
+        )  # ZeroMQ sockets must not be shared between threads
+        self._inbound = InboundLimit(
+            endpoint, isinstance(credentials, Curve), self._judge, lambda: self._inbound_waker.send(b"")
+        )
+        self._computer = Computer(self._operands, kernel, lambda: self._waker.send(b""), part_flops)
         self._line = Connection(
             context,
             endpoint,
@@ -139,40 +143,38 @@ class Session:
             receive_ahead=1,
             credentials=credentials,
             count=owner.count,
-            heard=self._gate.heard,
+            heard=self._inbound.heard,
             most_frame_bytes=self._most_frame_bytes(),
         )
 
     def run(self) -> Refused | Goodbye | None:
         """The server's last message; None if the connection broke or we left."""
-        line, computer, room = self._line, self._computer, self._room
+        line, computer, memory = self._line, self._computer, self._memory
         poller = zmq.Poller()
-        for source in (line.socket, self._ear, self._gate_ear, self._stop.fileno(), self._owner.fileno()):
+        for source in (line.socket, self._woken, self._inbound_woken, self._stop.fileno(), self._owner.fileno()):
             poller.register(source, zmq.POLLIN)
         computer.start()
-        self._gate.start()
+        self._inbound.start()
         try:
             while True:
                 if self._leaves():  # before the server can respond to the results just returned
                     return None
-                reading = not (computer.streaming or room.waiting)
+                reading = not (computer.streaming or memory.waiting)
                 poller.register(line.socket, zmq.POLLIN if reading else 0)
                 if not reading:
                     line.excuse()
-                wait_s = ROOM_S if room.waiting else line.heartbeat_s / 2
+                wait_s = MEMORY_LOOK_S if memory.waiting else line.heartbeat_s / 2
                 events = dict(poller.poll(int(1000 * wait_s)))
                 if self._leaves():
                     return None
                 if self._owner.fileno() in events:
                     self._owner.heard()
-                for ear in (self._ear, self._gate_ear):
-                    while ear in events and ear.poll(0):
-                        ear.recv()
+                self._clear_wake_ups(events)
                 self._return()
                 try:
                     if line.socket in events and (ending := self._take(line.receive(0))) is not None:
                         return ending
-                    if room.waiting:
+                    if memory.waiting:
                         self._give()
                     why = ""
                 except WireError as error:
@@ -189,18 +191,23 @@ class Session:
             computer.abandoned = True
             computer.inbox.put(None)
             computer.join()
-            self._gate.end()
-            for socket in (self._bell, self._ear, self._gate_bell, self._gate_ear):
+            self._inbound.end()
+            for socket in (self._waker, self._woken, self._inbound_waker, self._inbound_woken):
                 socket.close(linger=0)
             if not line.socket.closed:
                 line.close()
 
+    def _clear_wake_ups(self, events: Container[object]) -> None:
+        for woken in (self._woken, self._inbound_woken):
+            while woken in events and woken.poll(0):
+                woken.recv()
+
     def _broken(self) -> str:
         """Why the connection cannot be used further; empty if it can."""
-        if self._gate.cut:
-            self._owner.count(self._gate.unfinished.arrived_bytes)
-            return self._gate.cut
-        if self._line.joined and self._gate.losses > self._losses:
+        if self._inbound.cut:
+            self._owner.count(self._inbound.unfinished.arrived_bytes)
+            return self._inbound.cut
+        if self._line.joined and self._inbound.losses > self._losses:
             most = format_size(self._most_frame_bytes())
             return f"the connection to {self._endpoint} broke (a frame above {most} ends it, too)"
         return f"no word from {self._endpoint}: is the server running?" if self._line.lost else ""
@@ -218,15 +225,15 @@ class Session:
         return True
 
     def _must_leave(self) -> Leave | None:
-        if (leave := why_leave(self._stop, self._owner, self._everybody)) is not None:
+        if (leave := why_leave(self._stop, self._owner, self._all_devices)) is not None:
             return leave
         data = self._owner.data
-        if data is not None and data.short(self._room.lent_bytes):
+        if data is not None and data.short(self._memory.lent_bytes):
             left, cap = format_size(max(0, data.left_bytes)), format_size(data.cap_bytes)
             reason = f"{left} of {cap} are left for today: joining again with less memory (data_cap_a_day)"
             if data.left_bytes <= 0:  # the rule is about to report the same
                 reason = f"{cap} of {cap} are used for today (data_cap_a_day)"
-            return Leave(self._everybody, reason, SMALLER_S)
+            return Leave(self._all_devices, reason, SMALLER_S)
         return None
 
     # ---- messages
@@ -235,21 +242,21 @@ class Session:
         """Handle one message; return it if it ends the session."""
         match message:
             case Work():
-                self._room.offer(message, self._computer.queued_rows)
+                self._memory.offer(message, self._computer.queued_rows)
                 self._operands.accept(message)
-                if self._operands.bytes > self._room.most_bytes:
-                    lent = format_size(self._room.lent_bytes)
+                if self._operands.bytes > self._memory.most_bytes:
+                    lent = format_size(self._memory.lent_bytes)
                     raise WireError(f"{format_size(self._operands.bytes)} of operands, {lent} are lent")
                 self._give()
             case Cancel(blocks=blocks):
-                for device, job, block in blocks.tolist() if len(blocks) <= self._room.most_rows else ():
-                    if (key := (device, job, block)) in self._room:
+                for device, job, block in blocks.tolist() if len(blocks) <= self._memory.most_rows else ():
+                    if (key := (device, job, block)) in self._memory:
                         self._computer.cancelled.add((job, block))
                         if key != self._computer.current:
-                            self._room.forgo(key)
+                            self._memory.forgo(key)
             case Welcome(run=run):
                 self._tally.sessions += 1
-                self._losses = self._gate.losses
+                self._losses = self._inbound.losses
                 self._on_welcome(run)
             case Refused() | Goodbye():
                 log.info("the server said: %s", message.reason)
@@ -262,15 +269,15 @@ class Session:
         """Pass blocks that fit to the compute thread; refuse those that cannot fit."""
         with contextlib.suppress(Empty):
             while True:
-                self._room.end(self._computer.ended.get_nowait())
-        rows, refused = self._room.take(self._operands.bytes)
+                self._memory.end(self._computer.ended.get_nowait())
+        rows, refused = self._memory.take(self._operands.bytes)
         if rows and self._exceeds_today(rows):
             return
         if rows:
             self._computer.give(rows)
         if refused:
             sizes = format_size(max(map(output_bytes, refused)))
-            lent = format_size(self._room.lent_bytes)
+            lent = format_size(self._memory.lent_bytes)
             log.warning("refused %d block(s), with outputs of up to %s: %s are lent", len(refused), sizes, lent)
             for row in refused:
                 self._operands.skip(row)
@@ -300,7 +307,7 @@ class Session:
             size = memoryview(result.data).nbytes
             tracker = self._line.send(result, track=True)
             keys = [(answer[0], answer[1], answer[2]) for answer in result.answers.tolist()]
-            self._room.answered(keys, size, tracker)
+            self._memory.answered(keys, size, tracker)
             status = result.answers["status"]
             for (_, job, block), done in zip(keys, (status == DONE).tolist(), strict=True):
                 if done:  # cancelled too late; a failed block may have more chunks coming
@@ -313,18 +320,18 @@ class Session:
 
     def _most_frame_bytes(self) -> int:
         data = self._owner.data
-        most = self._room.most_bytes + SPARE_BYTES
+        most = self._memory.most_bytes + SPARE_BYTES
         return min(MAX_FRAME_BYTES, most if data is None else min(most, data.left_bytes + data.spare_bytes + 1))
 
     def _judge(self, unfinished: Unfinished) -> str:
-        """Why the connection must end; empty if it need not. Called by the gate's thread."""
+        """Why the connection must end; empty if it need not. Called by the thread of InboundLimit."""
         data = self._owner.data
         if data is not None and unfinished.arrived_bytes > data.left_bytes + data.spare_bytes:
             arrived, left = format_size(unfinished.arrived_bytes), format_size(max(0, data.left_bytes))
             return f"the server sends more than may be moved today: {arrived} so far, {left} were left"
-        held = unfinished.held_bytes + self._operands.bytes + self._room.output_bytes
-        if held > self._room.most_bytes + SPARE_BYTES:
-            lent = format_size(self._room.lent_bytes)
+        held = unfinished.held_bytes + self._operands.bytes + self._memory.output_bytes
+        if held > self._memory.most_bytes + SPARE_BYTES:
+            lent = format_size(self._memory.lent_bytes)
             return f"the server sends more than this device can hold: {format_size(held)}, {lent} are lent"
         return ""
 
@@ -347,10 +354,10 @@ def _offer(join: Join, data: DataPlan | None) -> Join:
     return replace(join, profiles=profiles)
 
 
-def _bell(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+def _wake_pair(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A socket pair for one thread to wake another."""
-    ear, bell = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    name = f"inproc://bell-{id(ear):x}"
-    ear.bind(name)
-    bell.connect(name)
-    return bell, ear
+    woken, waker = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    name = f"inproc://waker-{id(woken):x}"
+    woken.bind(name)
+    waker.connect(name)
+    return waker, woken

@@ -23,8 +23,8 @@ from agent.compute.session import Owner, Session, Stop, Tally, why_leave
 from agent.identity.keys import Credentials, Curve
 from agent.owner.rules import Decision
 from agent.protocol.connection import NOT_THE_SERVER, Connection
-from agent.protocol.entrance import MAX_BYTES, PATIENCE_S, Knock
-from agent.protocol.incoming import Gate, Unfinished
+from agent.protocol.entrance import MAX_BYTES, PATIENCE_S, EntranceConnection
+from agent.protocol.incoming import InboundLimit, Unfinished
 from agent.protocol.units import format_duration
 from agent.protocol.wire import MAX_NAME_BYTES, VERSION, Goodbye, Hello, Join, Leave, Refused
 
@@ -127,8 +127,8 @@ class Worker:
         log.info("not working: %s%s", decision.reason, _until(decision))
         self._tell("suspended", decision.reason, decision.until_s)
         if not self._said_why and not decision.broken & OF_THE_NETWORK:
-            nobody = np.empty(0, "<u4")
-            excuse = Leave(nobody, decision.reason, decision.until_s, self._join.labels[0])
+            no_devices = np.empty(0, "<u4")
+            excuse = Leave(no_devices, decision.reason, decision.until_s, self._join.labels[0])
             entered = self._enter(context, EXCUSE_S, lambda: self._stop.requested)
             if isinstance(entered, tuple):
                 where, credentials = entered
@@ -176,36 +176,36 @@ class Worker:
         if self._curve is not None and not self._token:
             return self._endpoint, self._curve
         hello = Hello(self._join.labels[0][:MAX_NAME_BYTES], self._token)
-        gate = Gate(self._entrance, self._curve is not None, _too_long_an_answer, lambda: None)
-        knock = Knock(context, self._entrance, hello, self._curve, self._owner.count)
+        inbound = InboundLimit(self._entrance, self._curve is not None, _too_long_an_answer, lambda: None)
+        entrance = EntranceConnection(context, self._entrance, hello, self._curve, self._owner.count)
         poller, deadline_s = zmq.Poller(), time.monotonic() + patience_s
-        for source in (knock.socket, self._stop.fileno(), self._owner.fileno()):
+        for source in (entrance.socket, self._stop.fileno(), self._owner.fileno()):
             poller.register(source, zmq.POLLIN)
-        gate.start()
+        inbound.start()
         try:
             while not give_up() and not self._owner.restart and (left_s := deadline_s - time.monotonic()) > 0:
                 events = dict(poller.poll(int(1000 * min(left_s, 0.5)) + 1))
                 if self._owner.fileno() in events:
                     self._owner.heard()
-                if gate.cut:
-                    self._owner.count(gate.unfinished.arrived_bytes)
-                    log.warning("%s: %s", self._entrance, gate.cut)
+                if inbound.cut:
+                    self._owner.count(inbound.unfinished.arrived_bytes)
+                    log.warning("%s: %s", self._entrance, inbound.cut)
                     return None
-                match knock.answer():
+                match entrance.answer():
                     case (where, credentials):
                         return where or self._endpoint, credentials
                     case Refused() as refused:
                         log.info("the server said: %s", refused.reason)
-                        if (knock.their_version or 0) > VERSION:
+                        if (entrance.their_version or 0) > VERSION:
                             self.outdated = refused
                         return refused
-                if self._curve is not None and knock.turned_away:
+                if self._curve is not None and entrance.turned_away:
                     return self._turned_away(NOT_THE_SERVER)
             log.info("no word from %s: is the server running?", self._entrance)
             return None
         finally:
-            gate.end()
-            knock.close()
+            inbound.end()
+            entrance.close()
 
     def _turned_away(self, why: str) -> Refused | None:
         """The handshake failed. Final once the server has rejected our key UNKNOWN_TRIES times in a row."""

@@ -97,11 +97,11 @@ def update(folder: Path, offer: Offer, rule: str) -> bool:
 def _fetch_checked(folder: Path, place: Path, offer: Offer, rule: str) -> tuple[Release, bytes]:
     """Fetch and verify a release. Cheap checks come first, so that a refused release is not fetched."""
     if not offer.encrypted:
-        raise Rejected("it was offered over a plain line, where anybody could be the server")
+        raise Rejected("it was offered over an unencrypted connection, where any machine could pose as the server")
     if rule == "never":
         raise Rejected('the owner\'s rule is updates = "never"')
     if not (signer := pinned_signer(folder)):
-        raise Rejected("the invitation named no signer, so there is nobody to take code from")
+        raise Rejected("the invitation named no signer, so no key may sign updates")
     if not offer.refused.bundle_url:
         raise Rejected("the server offers none")
     url = own_url(offer.refused.bundle_url, offer.endpoint)

@@ -93,7 +93,7 @@ def _trip(
         try:
             answer = decode(socket.recv_multipart(copy=False))
         except WireError as error:
-            raise UserError(f"{address} answered what makes no sense ({error}); is it a Cleave server?") from None
+            raise UserError(f"{address} sent an invalid answer ({error}); is it a Cleave server?") from None
         match answer:
             case Probe(token=returned) if returned == token:
                 kept.append(answer.data)

@@ -25,7 +25,7 @@ RULES = {
     "temperature_below": ("38", "degrees Celsius, of the battery; there it stops, and begins again 3 degrees below"),
     "hours": ('"22:00-07:00"', "work at these hours only; several with commas between"),
     "data_cap_a_day": ('"1 GB"', "bytes of messages, down and up together, from midnight to midnight"),
-    "threads": ("2", "use at most so many cores"),
+    "threads": ("2", "use at most this many cores"),
     "if_unknown": ('"work"', 'where a sensor is missing: "work" all the same, or "wait" for it'),
     "updates": ('"ask"', 'of the agent, signed: "ask" first (python -m agent update), "auto" or "never"'),
 }

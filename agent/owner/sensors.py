@@ -181,7 +181,7 @@ class NetworkSensor:
         return (termux_network(answer) if answer else None) or route_network()
 
 
-class Sampler(threading.Thread, Generic[Found]):
+class SensorReader(threading.Thread, Generic[Found]):
     """Reads one sensor periodically while it is needed. A reading stays valid for STALE_S."""
 
     def __init__(self, name: str, read: Callable[[], Found | None], news: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from agent.owner.data_cap import Meter
 from agent.owner.rules import DataPlan, Decision, Readings, Rules, decide
 from agent.owner.rules_file import read_rules
-from agent.owner.sensors import COMMAND_S, OFTEN_S, SELDOM_S, BatterySensor, NetworkSensor, Sampler
+from agent.owner.sensors import COMMAND_S, OFTEN_S, SELDOM_S, BatterySensor, NetworkSensor, SensorReader
 from agent.protocol.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class Watch:
         self._enough: tuple[date, str] | None = None  # work stopped for this day although bytes are left
         self._deciding = threading.Lock()
         self._battery_sensor, self._network_sensor = BatterySensor(), NetworkSensor()
-        self._battery = Sampler("battery", self._battery_sensor, self._news.set)
-        self._network = Sampler("network", self._network_sensor, self._news.set)
+        self._battery = SensorReader("battery", self._battery_sensor, self._news.set)
+        self._network = SensorReader("network", self._network_sensor, self._news.set)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._read, self._write = socket.socketpair()
         for end in (self._read, self._write):

@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 16  # of an answer
 PATIENCE_S = 16.0  # the silence allowed to a server that has not announced its heartbeat interval
 
 
-class Knock:
+class EntranceConnection:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
@@ -91,15 +91,15 @@ def with_port(endpoint: str, port: int) -> str:
 
 def enter(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: str) -> tuple[str, Credentials]:
     """Where to join on this machine and with which credentials, or UserError."""
-    knock, deadline_s = Knock(context, endpoint, Hello(name)), time.monotonic() + PATIENCE_S
+    entrance, deadline_s = EntranceConnection(context, endpoint, Hello(name)), time.monotonic() + PATIENCE_S
     try:
         while (left_s := deadline_s - time.monotonic()) > 0:
-            knock.socket.poll(int(1000 * left_s) + 1)
-            match knock.answer():
+            entrance.socket.poll(int(1000 * left_s) + 1)
+            match entrance.answer():
                 case (where, credentials):
                     return where, credentials
                 case Refused(reason=reason):
                     raise UserError(f"{endpoint} refused: {reason}")
         raise UserError(f"no answer from {endpoint} within {PATIENCE_S:.0f} s: is a server running there?")
     finally:
-        knock.close()
+        entrance.close()

@@ -34,7 +34,7 @@ class Unfinished:
     held_bytes: int  # the part held by this process; the rest is in the kernel's buffer, whose size the kernel limits
 
 
-class Gate(threading.Thread):
+class InboundLimit(threading.Thread):
     def __init__(
         self, endpoint: str, encrypted: bool, judge: Callable[[Unfinished], str], ring: Callable[[], object]
     ) -> None:

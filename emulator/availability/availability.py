@@ -134,7 +134,7 @@ def trace_of(
         raise TraceError(f"{source or 'trace'}: times must be finite, not negative, and no end before its start")
     if window_s is None:
         if not len(start):
-            raise TraceError(f"{source or 'trace'}: no interval, so nobody is ever there")
+            raise TraceError(f"{source or 'trace'}: no interval, so no device is ever available")
         window_s = float(start.min()), float(end.max())
     begin_s, stop_s = window_s
 

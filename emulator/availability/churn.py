@@ -72,7 +72,7 @@ class Schedule:
         if devices < 1:
             raise TraceError(f"a fleet needs at least 1 device, not {devices}")
         if not (speed_up > 0 and math.isfinite(speed_up)):
-            raise TraceError(f"the speed-up is {speed_up}; it must be more than 0, e.g. 60 for an hour a minute")
+            raise TraceError(f"the speed-up is {speed_up}; it must be more than 0, e.g. 60 for an hour per minute")
         if not 0 <= offset_s < trace.duration_s:
             raise TraceError(
                 f"the schedule would begin {offset_s:g} s into a trace of {trace.duration_s:g} s; "

@@ -23,7 +23,7 @@ _CHUNK = 32
 
 FLASH_MU, FLASH_SIGMA = -0.484, 1.363  # log hours
 FLASH_LONGEST_H = 28.5
-FLASH_HOURS_A_DAY = 2.3
+FLASH_HOURS_PER_DAY = 2.3
 SETI_UP_SHAPE, SETI_UP_SCALE_H = 0.393, 2.964
 SETI_DOWN_MU, SETI_DOWN_SIGMA = -0.586, 2.844  # log hours
 
@@ -81,13 +81,13 @@ def poisson_churn(devices: int, leave_per_s: float, mean_away_s: float, duration
     """Each present device leaves at a constant rate and stays away for an exponential time: memoryless both ways, so
     that departures are a Poisson process. With a rate of 0 all devices stay."""
     if not (leave_per_s >= 0 and math.isfinite(leave_per_s)):
-        raise TraceError(f"departures a second are {leave_per_s}; give 0 or more, e.g. 0.0002 (one in 83 minutes)")
+        raise TraceError(f"departures per second are {leave_per_s}; give 0 or more, e.g. 0.0002 (one in 83 minutes)")
     if not (mean_away_s > 0 and math.isfinite(mean_away_s)):
         raise TraceError(f"the mean absence is {mean_away_s} s; it must be more than 0, e.g. 600")
     if leave_per_s == 0:
         _check(devices, duration_s, math.inf)
-        everybody = np.arange(devices)
-        return _trace(everybody, np.zeros(devices), np.full(devices, duration_s), devices, duration_s, "poisson")
+        every_device = np.arange(devices)
+        return _trace(every_device, np.zeros(devices), np.full(devices, duration_s), devices, duration_s, "poisson")
     return renewal(exponential(1 / leave_per_s), exponential(mean_away_s), devices, duration_s, seed, "poisson")
 
 
@@ -103,7 +103,7 @@ def flash_sessions(devices: int, duration_s: float, seed: int) -> Trace:
     sessions of one night) and others longer (until the next night).
     """
     up = lognormal(FLASH_MU, FLASH_SIGMA, HOUR_S, FLASH_LONGEST_H)
-    away = exponential(up.mean_s * (24 / FLASH_HOURS_A_DAY - 1))
+    away = exponential(up.mean_s * (24 / FLASH_HOURS_PER_DAY - 1))
     return renewal(up, away, devices, duration_s, seed, "flash")
 
 

@@ -110,7 +110,7 @@ class _Intervals:
     def trace(self, window_s: tuple[float, float] | None = None, silent: int = 0) -> Trace:
         if all(end_s == start_s for start_s, end_s in zip(self.start_s, self.end_s, strict=True)):
             raise TraceError(
-                f"{self.path}: no interval with a length in it, so nobody is ever there; give at least one"
+                f"{self.path}: no interval with a length, so no device is ever available; give at least one"
             )
         return trace_of(
             tuple(self.index),
@@ -168,7 +168,7 @@ def _read_events(path: Path, text: str) -> Trace:
         name = node[1] if len(platforms) == 1 else "/".join(node)
         intervals.add(intervals.index.setdefault(name, len(intervals.index)), start_s, stop_s)
     if not available:
-        raise TraceError(f"{path}: no row has event_type 1 (available), so nobody is ever there; give at least one")
+        raise TraceError(f"{path}: no row has event_type 1 (available); give at least one")
     return intervals.trace((first_s, last_s), silent=len(nodes) - len(intervals.index))
 
 

@@ -1,6 +1,6 @@
 """A CPU quota for a device's arithmetic alone: a control group within its container's.
 
-One thread of a pod does the device's arithmetic (`Apart`); other threads do messages, their encryption and Python,
+One thread of a pod does the device's arithmetic (`ComputeThread`); others do messages, their encryption and Python,
 which are not the device's work. So the quota applies to that thread alone. A container cannot set it for itself: the
 testbed runs this in a container that sees the engine's processes and control groups, and passes the pods on standard
 input:
@@ -38,7 +38,7 @@ class ThrottleError(UserError):
     """No quota could be set for a pod's arithmetic."""
 
 
-class Apart:
+class ComputeThread:
     """A kernel that computes products in a separate thread; the caller waits for each product."""
 
     def __init__(self, kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Kernel links with changing rates: classes follow traces (`emulator.links.rate_trace`), twice a second.
+"""Kernel links with changing rates: classes follow traces (`emulator.links.rate_trace`), twice per second.
 
     python -m emulator.links.follow
 

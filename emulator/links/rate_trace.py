@@ -42,7 +42,7 @@ class RateTrace:
 
     def __post_init__(self) -> None:
         if not len(self.at_ms):
-            raise LinkTraceError("it is empty; write one integer a line, the milliseconds at which a packet may pass")
+            raise LinkTraceError("it is empty; write one integer per line, the milliseconds at which a packet may pass")
         falls = np.flatnonzero(np.diff(self.at_ms) < 0)
         if falls.size:
             before, after = self.at_ms[falls[0] : falls[0] + 2].tolist()
@@ -136,8 +136,8 @@ def read_rate_trace(path: Path) -> RateTrace:
         number, line = next((i, each) for i, each in enumerate(lines, start=1) if not _is_integer(each))
         shown = line.decode(errors="replace").strip()[:40]
         raise LinkTraceError(
-            f'{path}, line {number}: "{shown}" is not an integer; write one a line, the milliseconds at which a packet '
-            "may pass"
+            f'{path}, line {number}: "{shown}" is not an integer; write one per line, the milliseconds at which '
+            "a packet may pass"
         ) from None
 
 

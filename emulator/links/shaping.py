@@ -299,7 +299,7 @@ class Ends:
             gateway = self.asked.gateway or self._inside.address(self._up.index)
             if gateway is None:
                 raise ShapingError(
-                    f"{self.asked.interface} has no IPv4 address, so that nobody finds {prefix} behind it"
+                    f"{self.asked.interface} has no IPv4 address, so no route can lead to {prefix} behind it"
                 )
             lo = _find(self._inside, "lo", "the pod's namespace").index
             length, dst, via = prefix.prefixlen, ("RTA_DST", str(prefix.network_address)), ("RTA_GATEWAY", gateway)

@@ -259,14 +259,14 @@ def warmth(sustained: Floats) -> tuple[float, float]:
     at_s, seconds = sustained.T
     end_s = float(at_s[-1])
 
-    def law(at: Floats, hot: float, rested: float, tau: float) -> Floats:
+    def warming(at: Floats, hot: float, rested: float, tau: float) -> Floats:
         result: Floats = hot * (1 - (1 - rested) * np.exp(-at / tau))
         return result
 
     low = end_s / len(at_s)
     try:
         found, _ = curve_fit(
-            law,
+            warming,
             at_s,
             seconds,
             p0=(float(np.median(seconds[-4:])), 0.9, end_s / 4),
@@ -277,7 +277,7 @@ def warmth(sustained: Floats) -> tuple[float, float]:
     except RuntimeError:  # the data has no such curve
         return NOT_RESTED
     _, rested, tau = found
-    unexplained = np.abs(seconds - law(at_s, *found)).sum() > 0.5 * np.abs(seconds - np.median(seconds)).sum()
+    unexplained = np.abs(seconds - warming(at_s, *found)).sum() > 0.5 * np.abs(seconds - np.median(seconds)).sum()
     if 1 - rested < WARMTH_MATTERS or unexplained:  # unexplained: the times vary for another reason
         return NOT_RESTED
     return float(rested), float(tau)

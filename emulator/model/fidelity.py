@@ -157,7 +157,7 @@ def judge(
     elif short and valid and step_stretch is not None:
         valid, causes = False, [f"steps {100 * (1 - step_stretch):.0f}% shorter than predicted"]
         reason = (
-            f"{causes[0]}: not what was modelled did the work. Losses are exact all the same; look for devices that "
+            f"{causes[0]}: the work was not done as modelled. Losses are still exact; look for devices that "
             "are faster than their profiles say, or real ones among them"
         )
     return Fidelity(
@@ -178,10 +178,10 @@ def judge(
 
 
 def _another_fleet(fleet: Worked) -> str:
-    what = "not the fleet that was asked for did the work" if fleet.unasked else "the run was interrupted"
+    what = "the requested fleet did not do the work" if fleet.unasked else "the run was interrupted"
     return (
         f"{what}: {'; '.join(fleet.disturbances())}. There were {fleet.told()}. Times "
-        "are not compared with the prediction, which is for the whole fleet; losses are exact all the same"
+        "are not compared with the prediction, which is for the whole fleet; losses are still exact"
     )
 
 
@@ -225,7 +225,7 @@ def _reason(
     return (
         f"the host was too slow: blocks took{where} {100 * (stretch - 1):.0f}% longer than modelled (p99 "
         f"{1000 * p99_s:.1f} ms late, {100 * concerned:.0f}% of the blocks more than 5%){steps}. Cause: "
-        f"{'; '.join(causes)}. Losses are exact all the same; for true times {slower} "
+        f"{'; '.join(causes)}. Losses are still exact; for true times {slower} "
         "fewer devices, a smaller model or a faster host"
     )
 

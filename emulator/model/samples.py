@@ -115,13 +115,13 @@ def _samples(path: Path, document: dict[str, Any]) -> Samples:
     windows = (document["sustained"] or {"windows": []})["windows"]
     for at, calls, seconds, running_s in windows:
         if not math.isfinite(at) or calls < 1:
-            raise ProfileError(f"{path}: a window of the sustained run makes no sense; {AGAIN}")
+            raise ProfileError(f"{path}: a window of the sustained run is invalid; {AGAIN}")
         for value in (seconds, running_s):
             _positive(path, "the sustained run", value)
     away = (document["pauses"] or {"ran_and_away_s": []})["ran_and_away_s"]
     for pair in away:
         if len(pair) != 2 or not all(math.isfinite(x) and x >= 0 for x in pair):
-            raise ProfileError(f"{path}: a pause makes no sense: {pair}; {AGAIN}")
+            raise ProfileError(f"{path}: a pause is invalid: {pair}; {AGAIN}")
     if link := document["link"]:
         for seconds in (
             *link["round_trip_s"],

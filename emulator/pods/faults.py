@@ -2,7 +2,7 @@
 
 The testbed writes orders to the pod's standard input, one JSON object per line. Timing is the testbed's business; a pod
 carries out orders at once. Orders name devices by their index in the pod's part of the fleet. The server knows them by
-another number, their index in the connection, which it never reuses; a `Roster` maps one to the other.
+another number, their index in the connection, which it never reuses; a `DeviceNumbers` maps one to the other.
 
     leave, return            orderly; a returning device is new to the server
     vanish                   silent from now on, like a dead phone or link whose connection seems open; the server is
@@ -117,7 +117,7 @@ class Orders:
                 self._rest += b"\n"  # a last line without a newline
 
 
-class Roster:
+class DeviceNumbers:
     """Which devices are present, and their index in the connection."""
 
     def __init__(self, count: int, absent: Iterable[int] = ()) -> None:
@@ -213,7 +213,7 @@ def exhaust(limit_bytes: int) -> None:
     hoard = []
     for _ in range(-(-limit_bytes // HOARD_BYTES)):
         hoard.append(b"x" * HOARD_BYTES)  # written, so that the memory is really allocated
-    raise OrderError(f"nobody minds that this pod has {limit_bytes:,} bytes: no memory limit is in force here")
+    raise OrderError(f"this pod has {limit_bytes:,} bytes and was not stopped: no memory limit is in force here")
 
 
 def report(at_ns: int, order: Order, devices: list[int], count: int) -> str:

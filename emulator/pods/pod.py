@@ -56,18 +56,18 @@ from agent.protocol.wire import (
     WireError,
     Work,
 )
-from emulator.containers.throttle import Apart
+from emulator.containers.throttle import ComputeThread
 from emulator.model.device import Devices
 from emulator.model.link import links_from_json
 from emulator.model.performance import Models
 from emulator.pods.connections import Forgotten, OwnConnections
-from emulator.pods.faults import NONSENSE, Liar, Order, OrderError, Orders, Roster, exhaust, report
+from emulator.pods.faults import NONSENSE, DeviceNumbers, Liar, Order, OrderError, Orders, exhaust, report
 
 log = logging.getLogger(__name__)
 
 # answers due within this time of each other share a message; none leaves earlier than this before it is due
 COALESCE_NS = 500_000
-ANSWERS_A_MESSAGE = 512
+ANSWERS_PER_MESSAGE = 512
 LOOK_NS = 10_000_000  # how often a busy pod checks for orders
 SLICE_NS = 200_000  # compute for about this long before checking the socket again
 SLICE_UNTIMED_NS = 5_000_000  # the same when no time is modelled and nothing can be late
@@ -97,7 +97,7 @@ class Pod:
         self._credentials = credentials
         self._profiles, self._labels = profiles, labels
         self._devices, self._modelled = devices, modelled
-        self._roster = Roster(len(profiles), absent)
+        self._numbers = DeviceNumbers(len(profiles), absent)
         self._joining: list[int] = []  # devices waiting to join after earlier ones
         self._welcomes = 0  # welcomes still expected from the server
         self._addresses = addresses
@@ -131,15 +131,7 @@ class Pod:
             line = self._connect(context, endpoint)
             while True:
                 ready = self._wait(line)
-                for text in self._orders.take(ready):
-                    order = Order.parse(text, len(self._profiles))
-                    if line is None and order.do == "return":
-                        self._return(order, None)
-                        line = self._connect(context, endpoint)
-                    else:
-                        self._obey(order, line)
-                if thawed := self._thawed():
-                    line = self._admit(thawed, line) or self._connect(context, endpoint)
+                line = self._obey_all(self._orders.take(ready), line, lambda: self._connect(context, endpoint))
                 if line is None:  # no device is present
                     if self.stopping:
                         return 0
@@ -148,14 +140,9 @@ class Pod:
                     case Work() as work:
                         self._take(work)
                     case Cancel(blocks=blocks):
-                        if not (self._to_compute or self._to_send):
-                            self._cancelled.clear()  # none of the blocks they named are here
-                        self._cancelled.update(blocks.tolist())
+                        self._cancel(blocks.tolist())
                     case Forgotten(device=local):
-                        device = int(self._roster.device[local])
-                        if self._roster.answering[local]:
-                            self._roster.dismiss([device])
-                            self._admit([device], line)
+                        self._forgotten(local, line)
                     case Welcome():
                         self._welcomes = max(0, self._welcomes - 1)
                         self._join_more(line)
@@ -175,13 +162,13 @@ class Pod:
                 line.beat()
                 if self.stopping:
                     line.send(
-                        Leave(np.flatnonzero(self._roster.answering).astype("<u4"), "the testbed stopped this pod")
+                        Leave(np.flatnonzero(self._numbers.answering).astype("<u4"), "the testbed stopped this pod")
                     )
                     line.close(linger_s=1.0)
                     return 0
                 if line.lost:
                     if not self._orders.open:
-                        log.error("no word from the server, and nobody holds our standard input: ending")
+                        log.error("no word from the server, and our standard input is closed: ending")
                         return 1
                     if not line.stands:
                         log.warning("no word from the server, and the connection is broken: joining again")
@@ -193,10 +180,10 @@ class Pod:
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Line | None:
         """A new connection for all present devices, with no state left from the previous one; None if no device is
         present."""
-        present = sorted({*self._roster.present, *self._joining})
+        present = sorted({*self._numbers.present, *self._joining})
         self._joining = [] if self._addresses is not None else present[JOIN_DEVICES:]
         present = present[: len(present) - len(self._joining)]
-        self._roster.renumber(present)
+        self._numbers.renumber(present)
         self._welcomes = 1
         self._operands = Operands()
         for left_over in (
@@ -226,7 +213,7 @@ class Pod:
         server is long."""
         if self._joining and not self._welcomes:
             devices, self._joining = self._joining[:JOIN_DEVICES], self._joining[JOIN_DEVICES:]
-            self._roster.admit(devices)
+            self._numbers.admit(devices)
             self._welcomes += 1
             line.send(self._join(devices))
 
@@ -254,11 +241,24 @@ class Pod:
 
     # ---- orders
 
+    def _obey_all(self, texts: Iterable[str], line: Line | None, connect: Callable[[], Line | None]) -> Line | None:
+        """Carry out these orders, and let devices return that have thawed. Returns the connection, new or as before."""
+        for text in texts:
+            order = Order.parse(text, len(self._profiles))
+            if line is None and order.do == "return":
+                self._return(order, None)
+                line = connect()
+            else:
+                self._obey(order, line)
+        if thawed := self._thawed():
+            line = self._admit(thawed, line) or connect()
+        return line
+
     def _obey(self, order: Order, line: Line | None) -> None:
         """Carry out the order, count it and report it. Devices that cannot follow it are skipped: an absent device can
         neither leave nor freeze, a present one cannot return."""
         now_ns = self._clock.now_ns()
-        there = [device for device in dict.fromkeys(order.devices) if self._roster.is_present(device)]
+        there = [device for device in dict.fromkeys(order.devices) if self._numbers.is_present(device)]
         frozen = [device for device in dict.fromkeys(order.devices) if device in self._thawing]
         coming = set(self._joining).intersection(order.devices) if self._joining else set[int]()
         match order.do:
@@ -266,7 +266,7 @@ class Pod:
                 self._return(order, line)
                 return
             case "leave" if there and line is not None:
-                line.send(Leave(self._roster.dismiss(there), "it left (emulated)"))
+                line.send(Leave(self._numbers.dismiss(there), "it left (emulated)"))
             case "vanish" if there and line is not None:
                 self._vanish(there, now_ns + _patience_ns(line))
             case "freeze" if there and line is not None:
@@ -289,7 +289,7 @@ class Pod:
             case "exhaust":
                 exhaust(int(self._profiles["memory_bytes"].sum()) + (1 << 30))  # more than any limit it may have
             case "corrupt":
-                there = self._roster.present
+                there = self._numbers.present
                 if line is not None:
                     line.babble(NONSENSE)
         if order.do in ("leave", "vanish"):
@@ -301,7 +301,7 @@ class Pod:
         self._carried_out(now_ns, order, there)
 
     def _return(self, order: Order, line: Line | None) -> None:
-        here = {*self._roster.present, *self._joining}
+        here = {*self._numbers.present, *self._joining}
         away = [device for device in dict.fromkeys(order.devices) if device not in here]
         now_ns = self._clock.now_ns()
         if away:
@@ -316,7 +316,7 @@ class Pod:
             self._thawing.pop(device, None)
         few = not self._joining and len(devices) <= JOIN_DEVICES
         if line is not None and (few or self._addresses is not None):
-            self._roster.admit(devices)
+            self._numbers.admit(devices)
             self._welcomes += 1
             line.send(self._join(devices))
         else:
@@ -326,7 +326,7 @@ class Pod:
         return line
 
     def _vanish(self, devices: list[int], noticed_ns: int) -> None:
-        for local in self._roster.dismiss(devices).tolist():
+        for local in self._numbers.dismiss(devices).tolist():
             heapq.heappush(self._unnoticed, (noticed_ns, local))
 
     def _thawed(self) -> list[int]:
@@ -342,7 +342,7 @@ class Pod:
         """Freeze their work in hand too: none of it is due before they thaw."""
         self._frozen_until_ns[devices] = until_ns
         frozen = set(devices)
-        of: list[int] = self._roster.device.tolist()  # by index in the connection
+        of: list[int] = self._numbers.device.tolist()  # by index in the connection
         self._to_compute = [
             (max(due_ns, until_ns) if of[row[0]] in frozen else due_ns, sequence, row, compute_s)
             for due_ns, sequence, row, compute_s in self._to_compute
@@ -362,6 +362,18 @@ class Pod:
             missed.append(heapq.heappop(self._unnoticed)[1])
         if missed:
             line.send(Leave(np.array(missed, dtype="<u4"), "silent (emulated)"))
+
+    def _cancel(self, blocks: list[tuple[int, int, int]]) -> None:
+        if not (self._to_compute or self._to_send):
+            self._cancelled.clear()  # none of the blocks they named are here
+        self._cancelled.update(blocks)
+
+    def _forgotten(self, local: int, line: Line) -> None:
+        """The server has dropped the connection of this device, which joins again if it is still present."""
+        device = int(self._numbers.device[local])
+        if self._numbers.answering[local]:
+            self._numbers.dismiss([device])
+            self._admit([device], line)
 
     # ---- work
 
@@ -383,8 +395,8 @@ class Pod:
         blocks = work.blocks
         if not len(blocks):
             return
-        if int(blocks["device"].max()) >= len(self._roster.device):
-            raise WireError(f"a block for device {blocks['device'].max()}, there are {len(self._roster.device)}")
+        if int(blocks["device"].max()) >= len(self._numbers.device):
+            raise WireError(f"a block for device {blocks['device'].max()}, there are {len(self._numbers.device)}")
         # all blocks of a message belong to one job
         inner = np.full(len(blocks), self._operands.inner(int(blocks["left"][0])))
         answering = self._answering(blocks["device"])
@@ -394,7 +406,7 @@ class Pod:
             blocks, inner = blocks[answering], inner[answering]
             if not len(blocks):
                 return
-        device = self._roster.device[blocks["device"]]
+        device = self._numbers.device[blocks["device"]]
         cells = blocks["batch"].astype(np.int64) * blocks["rows"] * blocks["columns"]
         if self._modelled:
             last = blocks["chunk"] + 1 == blocks["chunks"]  # earlier chunks are accumulated and send nothing back
@@ -420,7 +432,7 @@ class Pod:
 
     def _answering(self, local: Any) -> Any:
         """Whether the device answers, for one index in the connection or for many."""
-        return self._roster.answering[local] & ~self._mute[self._roster.device[local]]
+        return self._numbers.answering[local] & ~self._mute[self._numbers.device[local]]
 
     def _compute(self) -> None:
         """Compute for one time slice, the blocks whose answers are due first."""
@@ -448,7 +460,7 @@ class Pod:
                 self._spent[row[:3]] = compute_s
                 continue
             if self._liar:
-                product = self._liar.answer(int(self._roster.device[row[0]]), product)
+                product = self._liar.answer(int(self._numbers.device[row[0]]), product)
             answer = (row[0], row[1], row[2], DONE, product.size, compute_s, due_ns)
             heapq.heappush(self._to_send, (due_ns, sequence, answer, product))
 
@@ -459,7 +471,7 @@ class Pod:
         while self._to_send and self._to_send[0][0] <= now_ns:
             self._sent_ns = now_ns
             due: list[tuple[int, int, Answer, Array]] = []
-            while self._to_send and self._to_send[0][0] <= now_ns + COALESCE_NS and len(due) < ANSWERS_A_MESSAGE:
+            while self._to_send and self._to_send[0][0] <= now_ns + COALESCE_NS and len(due) < ANSWERS_PER_MESSAGE:
                 entry = heapq.heappop(self._to_send)
                 if self._cancelled and entry[2][:3] in self._cancelled:
                     self._cancelled.discard(entry[2][:3])
@@ -478,7 +490,7 @@ class Pod:
         if sequence in self._held_up:
             self._held_up.discard(sequence)
             return False
-        later_ns = int(1e9 * self._devices.held_up(int(self._roster.device[answer[0]]), due_ns / 1e9))
+        later_ns = int(1e9 * self._devices.held_up(int(self._numbers.device[answer[0]]), due_ns / 1e9))
         if later_ns <= due_ns:
             return False
         self._held_up.add(sequence)
@@ -496,14 +508,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ps", required=True, help="the server, tcp://HOST:PORT")
     parser.add_argument("--links", choices=LINKS, default="model", help="off: no modelled time at all")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="modelled time goes so many times slower than real time"
+        "--scale", type=float, default=1.0, help="factor by which modelled time is slower than real time"
     )
     parser.add_argument("--clock-offset-ns", type=int, default=0, help="of the server's clock, on another machine")
     parser.add_argument("--bare", action="store_true", help="no answer waits until it is due by the model")
-    parser.add_argument("--apart", action="store_true", help="compute in a thread that can be throttled by itself")
+    parser.add_argument(
+        "--compute-thread", action="store_true", help="compute in a thread that can be throttled by itself"
+    )
     options = parser.parse_args(arguments)
     # first: the testbed may be waiting for that thread
-    kernel = Apart(NumpyKernel()) if options.apart else NumpyKernel()
+    kernel = ComputeThread(NumpyKernel()) if options.compute_thread else NumpyKernel()
     logging.basicConfig(level=logging.INFO, format="pod: %(message)s", stream=sys.stderr)
     die_with_parent()
     gc.disable()  # the loop makes no cycles, and a collection would delay answers

@@ -1,1 +1,1 @@
-"""Who may join: invitations, keys, admission, reputation, and the sockets that strangers reach."""
+"""Who may join: invitations, keys, admission, reputation, and the sockets that unknown clients can reach."""

@@ -1,11 +1,11 @@
-"""Who may connect, and whom an invitation enrols: the access book, asked by the entrance's thread.
+"""Which connections are accepted, and which keys an invitation enrols. Runs in the entrance's thread.
 
-A shell around `ps/access/book.py`. Unknown and revoked keys are refused while ZeroMQ shakes hands (ZAP), before
-anything that they send is read. The User-Id of all messages of a connection says whose it is, after a word that only
-this process knows: a client may claim any User-Id of its own, but it does not know the word.
+A shell around `ps/access/access_list.py`. Unknown and revoked keys are refused during ZeroMQ's handshake (ZAP), before
+anything that they send is read. The User-Id of every message names its connection, behind a prefix that only this
+process knows: a client may claim any User-Id, but it does not know the prefix.
 
-Passwords for the loopback's data endpoint: one for the pods of the run, and tickets that the entrance gives out,
-good for one connection and a short time.
+Passwords of the data endpoint on the loopback: one for the pods of the run, and tickets that the entrance issues, each
+valid for one connection and a short time.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ from zmq.utils import z85
 from agent.identity.keys import fingerprint
 from agent.protocol.errors import UserError
 from agent.protocol.wire import Hello, printable
-from ps.access.book import NO_INVITATION, Book, Budget, Enrolled, Refusal, admit
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import NO_INVITATION, AccessList, Budget, Enrolled, Refusal, admit
 
-HANDSHAKES = (20.0, 1.0)  # of one key, at once and a second; an agent comes again after half a second, and then later
-LINES = 200  # of refusals, and then no more
-LOCAL, ENCRYPTED = b"local", b"encrypted"  # what ZeroMQ calls the endpoints when it asks
+HANDSHAKES = (
+    20.0,
+    1.0,
+)  # per key: burst, per second; an agent reconnects after half a second, then less often
+LINES = 200  # most refusals logged per run
+LOCAL, ENCRYPTED = b"local", b"encrypted"  # ZAP domains of the endpoints
 NOT_WRITTEN = Refusal("the server cannot write down who joins at present; it may work in a moment")
-ENROL_WAIT_S = 0.25  # for the file's lock, in the entrance's thread: the server's own may have it for some milliseconds
+ENROL_WAIT_S = 0.25  # for the file's lock, in the entrance's thread; the server's may hold it for milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose connection it is."""
+    """The other end of a connection."""
 
-    key: str  # public; empty: of this machine, in the clear
-    of_the_run: bool  # a pod that this run has started
-    line: int = 0  # the number of this connection, which no other ever has, whatever it calls itself
+    key: str  # public; empty: a local, unencrypted connection
+    of_the_run: bool  # a pod started by this run
+    line: int = 0  # unique number of this connection, whatever routing id it chose
 
 
 class TooOften(Exception):
-    """It may connect, but not now."""
+    """The key is accepted, but it has connected too often just now."""
 
 
 class Refusals:
-    """Logged once for each reason and key, and not without end. For both threads."""
+    """Logs each reason once per key, up to a limit per run. Shared by both threads."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.count = 0
@@ -72,7 +75,7 @@ class Refusals:
         self._say("refused many; no more of them are logged in this run" if many else text)
 
 
-class Admission:
+class ConnectionAdmission:
     def __init__(
         self,
         access: AccessFile | None,
@@ -80,30 +83,30 @@ class Admission:
         refusals: Refusals,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`access`: an instance of this thread's own."""
+        """`access`: an instance of its own for this thread."""
         self._access, self._tickets, self._refusals, self._now_s = access, tickets, refusals, now_s
-        self._word = secrets.token_hex(16)
+        self._secret_prefix = secrets.token_hex(16)
         self._lines = itertools.count(1)
-        self._latest = Book()  # that could be read
-        self._book: Book | None = None
-        self._welcome: frozenset[str] = frozenset()  # keys that may connect, by that book
-        self._handshakes: dict[str, Budget] = {}  # by key; only those that are enrolled have one
-        self.trusted: dict[str, Enrolled] = {}  # for this run only
+        self._latest = AccessList()  # the last one that could be read
+        self._access_list: AccessList | None = None
+        self._allowed: frozenset[str] = frozenset()  # keys that may connect, according to that list
+        self._handshakes: dict[str, Budget] = {}  # by key; enrolled keys only
+        self.trusted: dict[str, Enrolled] = {}  # keys of this run only
 
     def trust(self, key: str, name: str, devices: int) -> None:
-        """A key of the run's own, which is not written down."""
+        """Accept a key of this run, without writing it to the access file."""
         now_s = self._now_s()
         self.trusted[key] = Enrolled(key, name, "", now_s, now_s, devices=devices)
 
-    # ---- ZeroMQ's questions
+    # ---- ZAP requests
 
     def user_id(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
-        """Of a new connection to the data endpoints; None: it may not come in."""
+        """User-Id of a new connection to the data endpoints; None: refused."""
         match domain, mechanism, credentials:
             case [b"local", b"PLAIN", [_, password]]:
                 whose = self._tickets.take(password.decode(errors="replace"), time.monotonic())
                 if whose is None:
-                    self._refusals.refuse("", "a connection", "it has no ticket of the entrance")
+                    self._refusals.refuse("", "a connection", "it has no ticket from the entrance")
                     return None
                 return self._user("r" if whose == POD else "t")
             case [b"encrypted", b"CURVE", [raw]]:
@@ -115,46 +118,50 @@ class Admission:
         return None
 
     def _count_handshake(self, key: str) -> None:
-        """Each is a connection that need not say anything for some seconds, under a name that it may have chosen."""
+        """Limit handshakes per key: each makes a connection that may stay silent for seconds, under a routing id of its
+        choice."""
         now_s = time.monotonic()
         budget = self._handshakes.setdefault(key, Budget.full(*HANDSHAKES, now_s))
         if key not in self.trusted and not budget.take(1, now_s):
             self._refusals.refuse(key, "a connection", "it connects too often")
             raise TooOften
 
-    def anybody(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
-        """The same of connections to the entrance."""
+    def entrance_user_id(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
+        """User-Id of a new connection to the entrance; None: refused."""
         match domain, mechanism, credentials:
             case [b"encrypted", b"CURVE", [raw]]:
                 return self._user("k", z85.encode(raw).decode())
         return None
 
     def _user(self, kind: str, key: str = "") -> bytes:
-        return f"{self._word}{next(self._lines):016x}{kind}{key}".encode()
+        return f"{self._secret_prefix}{next(self._lines):016x}{kind}{key}".encode()
 
     def caller(self, frame: zmq.Frame) -> Caller | None:
-        """Whose connection this came over; None if nobody knows."""
+        """The connection that this frame came from; None if unknown."""
         try:
             user = str(frame.get("User-Id"))
         except zmq.ZMQError:
             return None
-        if not user.startswith(self._word):
+        if not user.startswith(self._secret_prefix):
             return None
-        rest = user[len(self._word) :]
+        rest = user[len(self._secret_prefix) :]
         return Caller(rest[17:], rest[16] == "r", int(rest[:16], 16))
 
     def is_welcome(self, key: str) -> bool:
         if key in self.trusted:
             return True
-        book = self.read()
-        if book is not self._book:
-            self._book, self._welcome = book, frozenset(d.key for d in book.enrolled if d.revoked_s is None)
-        return key in self._welcome
+        access_list = self.read()
+        if access_list is not self._access_list:
+            self._access_list, self._allowed = (
+                access_list,
+                frozenset(d.key for d in access_list.enrolled if d.revoked_s is None),
+            )
+        return key in self._allowed
 
-    def read(self) -> Book:
-        """A file that cannot be read changes nothing: those who were in stay in, nobody else comes."""
+    def read(self) -> AccessList:
+        """The present access list. If the file cannot be read, the last one stays in force."""
         if self._access is None:
-            return Book()
+            return AccessList()
         try:
             self._latest = self._access.read()
         except UserError as error:
@@ -167,12 +174,12 @@ class Admission:
         return self._tickets.issue(time.monotonic())
 
     def hello(self, key: str, hello: Hello) -> Refusal | None:
-        """May the holder of this key join, with this token if it needs one?"""
+        """Whether the holder of this key may join, with this token if it needs one."""
         if key in self.trusted:
             return None
-        name, now_s, book = printable(hello.name)[:60], self._now_s(), self.read()
-        answer = admit(book, key, hello.token, name, now_s)[1]
-        if isinstance(answer, Enrolled) and book.find(key) is None:
+        name, now_s, access_list = printable(hello.name)[:60], self._now_s(), self.read()
+        answer = admit(access_list, key, hello.token, name, now_s)[1]
+        if isinstance(answer, Enrolled) and access_list.find(key) is None:
             answer = self._enrol(key, hello.token, name, now_s)
         if isinstance(answer, Enrolled):
             return None
@@ -180,11 +187,14 @@ class Admission:
         return answer
 
     def _enrol(self, key: str, token: str, name: str, now_s: float) -> Enrolled | Refusal:
-        """For good: what the file says at this moment decides, whoever else uses the same invitation."""
+        """Enrol the key for good. The file's contents at this moment decide, even if other devices use the same
+        invitation."""
         if self._access is None:
             return NO_INVITATION
         try:
-            return self._access.change(lambda book: admit(book, key, token, name, now_s), wait_s=ENROL_WAIT_S)
+            return self._access.change(
+                lambda access_list: admit(access_list, key, token, name, now_s), wait_s=ENROL_WAIT_S
+            )
         except UserError as error:
             self._refusals.say_once("", f"{error}")
             return NOT_WRITTEN
@@ -192,13 +202,13 @@ class Admission:
 
 # ---- tickets
 
-TICKET_S = 10.0  # a device that has one joins at once
-MOST = 2048  # at the same time; the oldest go first. The entrance accepts 128 at once and 100 a second: fewer
-POD, TICKET = "pod", "ticket"  # whose password it is
+TICKET_S = 10.0  # a device uses its ticket at once
+MOST = 2048  # at the same time; the oldest go first. The entrance accepts fewer: 128 at once and 100 per second
+POD, TICKET = "pod", "ticket"  # kinds of passwords
 
 
 class Tickets:
-    """Used by the thread of the entrance and by those who start pods."""
+    """Used by the entrance's thread and by the code that starts pods."""
 
     def __init__(self) -> None:
         self.of_the_run = secrets.token_urlsafe(24)
@@ -214,7 +224,7 @@ class Tickets:
         return password
 
     def take(self, password: str, now_s: float) -> str | None:
-        """Whose it is; None if it is nobody's, or was."""
+        """The kind of this password; None if it is unknown or has expired."""
         if hmac.compare_digest(password.encode(errors="replace"), self.of_the_run.encode()):
             return POD
         with self._lock:

@@ -1,4 +1,4 @@
-"""All that listens, opened together: the entrance, where devices knock, and the ROUTER that only the admitted reach."""
+"""Opens every listening socket: the entrance for unknown clients, and the ROUTER that only admitted ones reach."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import zmq
 
-from ps.access.admission import Admission, Refusals, Tickets
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.admission import ConnectionAdmission, Refusals, Tickets
 from ps.access.entrance import Entrance
 from ps.access.guard import Guard
-from ps.access.joining import Door
+from ps.access.joining import JoinAdmission
 from ps.access.listening import (
     AddressError,
     address_of,
@@ -24,31 +24,31 @@ from ps.access.listening import (
     new_router,
     port_of,
 )
-from ps.access.names import Names
+from ps.access.routing_ids import RoutingIds
 
-IO_THREADS = 2  # one of them encrypts about 1 GB/s
+IO_THREADS = 2  # one thread encrypts about 1 GB/s
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class Endpoints:
     context: zmq.Context[zmq.Socket[bytes]]
-    router: zmq.Socket[bytes]  # of those who are admitted
+    router: zmq.Socket[bytes]  # of admitted connections
     entrance: Entrance
-    names: Names  # of its connections
+    routing_ids: RoutingIds  # of the router's connections
     guard: Guard
-    admission: Admission
-    door: Door
+    admission: ConnectionAdmission
+    join_admission: JoinAdmission
     tickets: Tickets
     refusals: Refusals
     public_key: str  # empty if nothing is encrypted
-    address: str  # of the entrance on this machine
-    data_address: str  # where its tickets let in
-    public_addresses: list[str]  # encrypted, for those who are invited
-    unlisted_addresses: list[str]  # the same, but invitations do not name them
-    enrolment_addresses: list[str]  # the entrances beside the public ones
+    address: str  # the entrance on this machine
+    data_address: str  # where its tickets are valid
+    public_addresses: list[str]  # encrypted, for invited devices
+    unlisted_addresses: list[str]  # encrypted, but not named in invitations
+    enrolment_addresses: list[str]  # the entrances next to the public addresses
 
 
-def open_doors(
+def open_endpoints(
     host: str,
     port: int,
     listen: Sequence[str],
@@ -56,8 +56,8 @@ def open_doors(
     access: AccessFile | None,
     say: Callable[[str], None],
     bundle: Callable[[], tuple[str, str]],
-) -> Doors:
-    """Nothing listens if one of them cannot."""
+) -> Endpoints:
+    """Open all endpoints, or none if one of them fails."""
     encrypted = [*listen, *unlisted]
     if encrypted and access is None:
         raise AddressError(f"cannot listen on {encrypted[0]}: nothing says who may join there")
@@ -70,7 +70,7 @@ def open_doors(
         questions = context.socket(zmq.REP)
         questions.bind("inproc://zeromq.zap.01")
         tickets, refusals = Tickets(), Refusals(say)
-        names, guard = Names(context, router), Guard(router, refusals)
+        routing_ids, guard = RoutingIds(context, router), Guard(router, refusals)
         data_address = bind_local(router, host)
         guard.local_port = port_of(data_address)
         public: list[str] = []
@@ -79,23 +79,23 @@ def open_doors(
             encrypt(router, access.keys.secret)
             public, hidden = ([bind(router, endpoint) for endpoint in some] for some in (listen, unlisted))
             listeners += [listen_beside(address) for address in public]
-        own = access.impatient() if access is not None else None  # of the entrance's thread
-        admission = Admission(own, tickets, refusals)
-        door = Door(access, admission, refusals)
+        own = access.impatient() if access is not None else None  # for the entrance's thread
+        admission = ConnectionAdmission(own, tickets, refusals)
+        join_admission = JoinAdmission(access, admission, refusals)
         enrolment = [address_of(listener) for listener in listeners[1:]]
         if public:
-            door.listens(public, port_of(enrolment[0]))
+            join_admission.listens(public, port_of(enrolment[0]))
         secret = access.keys.secret if access is not None else ""
         local, *remote = listeners
         at = port_of(data_address)
-        return Doors(
+        return Endpoints(
             context=context,
             router=router,
             entrance=Entrance(admission, refusals, guard, questions, local, remote, secret, at, bundle),
-            names=names,
+            routing_ids=routing_ids,
             guard=guard,
             admission=admission,
-            door=door,
+            join_admission=join_admission,
             tickets=tickets,
             refusals=refusals,
             public_key=access.keys.public if access is not None else "",

@@ -1,8 +1,9 @@
-"""Where devices knock: HELLO in, TICKET or REFUSED out. A thread, a ZeroMQ context and sockets of its own.
+"""The entrance: HELLO in, TICKET or REFUSED out. Runs in its own thread, with its own ZeroMQ context and sockets.
 
-What is not admitted meets only this thread, and costs at most a small share of a core and a few MiB. On this machine
-everybody gets a ticket, in the clear; elsewhere, encrypted, those whose token enrols their key. The thread also answers
-ZeroMQ's questions about connections to the data endpoints, and cuts those that do not join (`ps/access/guard.py`).
+Clients that are not admitted reach only this thread, and cost at most a small share of a core and a few MiB. On this
+machine every client gets a ticket, unencrypted; from elsewhere, over an encrypted connection, only those whose token
+enrols their key. The thread also answers ZeroMQ's ZAP requests for the data endpoints, and cuts connections that do not
+join (`ps/access/guard.py`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from agent.protocol.wire import Hello, Refused, Ticket, VersionMismatch, WireError, decode, encode
-from ps.access.admission import NOT_WRITTEN, Admission, Refusals, TooOften
+from ps.access.admission import NOT_WRITTEN, ConnectionAdmission, Refusals, TooOften
+from ps.access.caller_sockets import CallerSocket, CallerSockets
 from ps.access.guard import Guard
-from ps.access.relay import LOCAL, LOCAL_CALLS, REMOTE, REMOTE_CALLS, Gate
-from ps.access.rooms import Room, Rooms
+from ps.access.relay import LOCAL, LOCAL_CALLS, REMOTE, REMOTE_CALLS, Relay
 
 log = logging.getLogger(__name__)
 
 FRAMES = 8
-MESSAGES_A_TURN = 64
-# Of a core that strangers may cost, and how much of it at once: beyond that this thread sleeps, and they wait.
+MESSAGES_PER_TURN = 64
+# Share of a core that unknown clients may cost, and the burst: beyond that this thread sleeps, and they wait.
 SHARE, AT_ONCE_S = 0.1, 0.05
-LOOK_S, IDLE_S = 0.02, 0.5  # how often connections that have not joined are looked at; and if there are none
+LOOK_S, IDLE_S = 0.02, 0.5  # interval between checks of connections that have not joined; and if there are none
 
 SAY_HELLO = Refused("this is the entrance: say HELLO first, and join where the ticket says", final=False)
 
@@ -36,7 +37,7 @@ SAY_HELLO = Refused("this is the entrance: say HELLO first, and join where the t
 class Entrance:
     def __init__(
         self,
-        admission: Admission,
+        admission: ConnectionAdmission,
         refusals: Refusals,
         guard: Guard,
         questions: zmq.Socket[bytes],
@@ -46,22 +47,22 @@ class Entrance:
         data_port: int,
         bundle: Callable[[], tuple[str, str]],
     ) -> None:
-        """`questions`: the authenticator of the data endpoints. `local`, `remote`: where callers connect, in the clear
-        or encrypted with the server's `secret` key. `data_port`: where a ticket lets them in."""
-        self.refused = 0  # callers, and messages that made no sense
+        """`questions`: ZAP requests of the data endpoints. `local`, `remote`: where callers connect, unencrypted or
+        encrypted with the server's `secret` key. `data_port`: where a ticket is valid."""
+        self.refused = 0  # callers, and malformed messages
         self._admission, self._refusals, self._guard, self._questions = admission, refusals, guard, questions
         self._data_port, self._bundle = data_port, bundle
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three a call; those that are closed count for a moment
+        self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three per call; closed ones count for a moment
         self._own_questions = self._context.socket(zmq.REP)
         self._own_questions.bind("inproc://zeromq.zap.01")
-        self._rooms = [Rooms(self._context), Rooms(self._context, secret)]
-        in_the_clear, encrypted = self._rooms
+        self._caller_sockets = [CallerSockets(self._context), CallerSockets(self._context, secret)]
+        in_the_clear, encrypted = self._caller_sockets
         now_s = time.monotonic()
-        self._gates = [Gate(local, in_the_clear.open, refusals, LOCAL, LOCAL_CALLS, now_s)]
-        self._gates += [Gate(there, encrypted.open, refusals, REMOTE, REMOTE_CALLS, now_s) for there in remote]
+        self._relays = [Relay(local, in_the_clear.open, refusals, LOCAL, LOCAL_CALLS, now_s)]
+        self._relays += [Relay(there, encrypted.open, refusals, REMOTE, REMOTE_CALLS, now_s) for there in remote]
         guard.enrolled = len(admission.read().enrolled)
-        self._bell, self._ear = socket.socketpair()
+        self._waker, self._woken = socket.socketpair()
         self._stopping = False
         self._debt_s = 0.0
         self._thread = threading.Thread(target=self._serve, name="entrance", daemon=True)
@@ -72,7 +73,7 @@ class Entrance:
     def stop(self) -> None:
         self._stopping = True
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._waker.send(b"!")
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         elif self._thread.ident is None:
@@ -85,7 +86,7 @@ class Entrance:
                 try:
                     turned_s = self._turn(turned_s)
                 except Exception:
-                    log.exception("the entrance stumbled")
+                    log.exception("the entrance failed at one event")
                     time.sleep(0.1)
         finally:
             self._close()
@@ -93,22 +94,22 @@ class Entrance:
     def _turn(self, turned_s: float) -> float:
         begun_s, strangers = time.thread_time(), False
         poller = zmq.Poller()
-        poller.register(self._ear.fileno(), zmq.POLLIN)
+        poller.register(self._woken.fileno(), zmq.POLLIN)
         for source in (self._own_questions, self._questions, self._guard.monitor):
             poller.register(source, zmq.POLLIN)
-        for gate in self._gates:
-            gate.register(poller)
-        soon = self._guard.busy or any(gate.waiting for gate in self._gates)
+        for relay in self._relays:
+            relay.register(poller)
+        soon = self._guard.busy or any(relay.waiting for relay in self._relays)
         ready = dict(poller.poll(int(1000 * (LOOK_S if soon else IDLE_S))))
         now_s = time.monotonic()
-        for gate in self._gates:
+        for relay in self._relays:
             try:
-                for room in gate.speaking(ready):
-                    self._listen(room)
-                strangers |= gate.attend(ready, now_s)
-            except Exception:  # ZeroMQ's questions are answered whatever happens here
-                log.exception("a gate of the entrance stumbled")
-        self._answer(self._own_questions, self._admission.anybody)
+                for caller_socket in relay.speaking(ready):
+                    self._listen(caller_socket)
+                strangers |= relay.attend(ready, now_s)
+            except Exception:  # ZAP requests must be answered whatever happens here
+                log.exception("a relay of the entrance failed at one event")
+        self._answer(self._own_questions, self._admission.entrance_user_id)
         strangers |= self._answer(self._questions, self._let_in)
         strangers |= self._guard.attend()
         spent_s = time.thread_time() - begun_s if strangers else 0.0
@@ -118,7 +119,7 @@ class Entrance:
         return now_s
 
     def _rest(self, seconds: float) -> None:
-        """Strangers wait, but what they send is looked at: it does not wait for us."""
+        """Make unknown clients wait, but keep checking what they send: it arrives without our reading it."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(LOOK_S, left_s))
@@ -129,9 +130,9 @@ class Entrance:
         questions: zmq.Socket[bytes],
         user_id: Callable[[bytes, bytes, Sequence[bytes]], bytes | None],
     ) -> bool:
-        """ZeroMQ's, about new connections (ZAP). True if one was refused."""
+        """Answer one ZAP request about a new connection. True if it was refused."""
         refused = False
-        for _ in range(MESSAGES_A_TURN):
+        for _ in range(MESSAGES_PER_TURN):
             if not questions.poll(0):
                 break
             version, request, domain, _, _, mechanism, *credentials = questions.recv_multipart()
@@ -140,29 +141,29 @@ class Entrance:
                 answer = [b"400", b"not known here", b""] if user is None else [b"200", b"OK", user]
             except TooOften:
                 user, answer = None, [b"300", b"try again", b""]
-            except Exception:  # without an answer there are no more questions, and nobody gets in
-                log.exception("the entrance cannot tell who may come in")
+            except Exception:  # without an answer ZeroMQ asks no more, and no device gets in
+                log.exception("the entrance cannot decide about a connection")
                 user, answer = None, [b"300", b"try again", b""]
             questions.send_multipart([version, request, *answer, b""])
             refused |= user is None
         return refused
 
     def _let_in(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
-        """To the data endpoints."""
+        """Admission to the data endpoints."""
         if (user := self._admission.user_id(domain, mechanism, credentials)) is not None:
             self._guard.let_in(time.monotonic())
             self._guard.enrolled = len(self._admission.read().enrolled)
         return user
 
-    def _listen(self, room: Room) -> None:
-        for _ in range(MESSAGES_A_TURN):
+    def _listen(self, caller_socket: CallerSocket) -> None:
+        for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = room.zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = caller_socket.zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._hear(room, frames)
+            self._hear(caller_socket, frames)
 
-    def _hear(self, room: Room, frames: Sequence[zmq.Frame]) -> None:
+    def _hear(self, caller_socket: CallerSocket, frames: Sequence[zmq.Frame]) -> None:
         caller = self._admission.caller(frames[0])
         answer: Refused | Ticket = SAY_HELLO
         try:
@@ -170,10 +171,10 @@ class Entrance:
                 raise WireError(f"{len(frames)} frames, at most {FRAMES} are allowed")
             match decode(frames):
                 case Hello() as hello:
-                    if room.greeted:  # with many tickets for one, those of others are gone before they are used
+                    if caller_socket.greeted:  # many tickets for one caller would displace those of others
                         self.refused += 1
                         return
-                    room.greeted = True
+                    caller_socket.greeted = True
                     answer = self._admit(caller.key if caller else "", hello)
         except VersionMismatch as error:
             answer = Refused(f"{error}; update the agent", True, *self._bundle())
@@ -181,7 +182,7 @@ class Entrance:
             answer = Refused(str(error), final=False)
         self.refused += isinstance(answer, Refused)
         with contextlib.suppress(zmq.ZMQError):
-            room.zmq_socket.send_multipart(encode(answer), zmq.NOBLOCK)
+            caller_socket.zmq_socket.send_multipart(encode(answer), zmq.NOBLOCK)
 
     def _admit(self, key: str, hello: Hello) -> Refused | Ticket:
         if not key:
@@ -190,13 +191,13 @@ class Entrance:
         return Ticket(self._data_port) if refusal is None else Refused(refusal.reason, final=refusal != NOT_WRITTEN)
 
     def _close(self) -> None:
-        for gate in self._gates:
-            gate.close()
+        for relay in self._relays:
+            relay.close()
         self._guard.close()
         for questions in (self._questions, self._own_questions):
             questions.close(linger=0)
         self._context.term()
-        for rooms in self._rooms:
-            rooms.close()
-        self._bell.close()
-        self._ear.close()
+        for sockets in self._caller_sockets:
+            sockets.close()
+        self._waker.close()
+        self._woken.close()

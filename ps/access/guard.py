@@ -1,8 +1,8 @@
-"""Connections to the data endpoints that have not joined: how many, for how long, how much they send; how one is cut.
+"""Connections to the data endpoints that have not joined: limits on number, time and bytes, and how one is cut.
 
-ZeroMQ tells of each connection that it accepts (its descriptor) and of each that is closed. A connection is ended by
-shutting down its TCP socket, which belongs to ZeroMQ: it is looked at first, because the number of a descriptor is soon
-given to another one. Limits of what comes before a key or a password is known: `Limits`, `FIRST_BYTES`.
+ZeroMQ reports each connection that it accepts (with its descriptor) and each that is closed. A connection is ended by
+shutting down its TCP socket, which belongs to ZeroMQ. Its address is checked first, because descriptors are soon
+reused. Limits before a key or password is known: `Limits`, `FIRST_BYTES`.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from zmq.utils.monitor import recv_monitor_message
 from agent.protocol.arriving import Address, bytes_received, local_port, other_end
 from agent.protocol.connection import HANDSHAKE_FAILED
 from ps.access.admission import Refusals
-from ps.access.visitors import Limits, Visitors
+from ps.access.pending import Limits, PendingConnections
 
 WATCHED = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-EVENTS_A_TURN = 256
-UNJOINED = Limits(most=96, of_an_address=96, seconds=10.0)
-# Beside them, as many as are enrolled, or whose key or ticket was found good in these seconds: a fleet that comes back
-# all at once connects before ZeroMQ asks who it is. (300 devices took 56 s and 1,579 connections without.)
+EVENTS_PER_TURN = 256
+UNJOINED = Limits(most=96, per_address=96, seconds=10.0)
+# Further connections allowed: the number of enrolled devices, or of keys and tickets accepted in these seconds. A fleet
+# that returns all at once connects before ZeroMQ asks who it is. (Without this, 300 devices took 56 s and 1,579
+# connections.)
 MOST_LET_IN = 4000
-# Of this machine, past its password, and silent for so long although all that came was read: few, because their names
-# may be chosen ones (ps/access/names.py). An agent's first word is right behind its ticket.
+# Local connections that have passed the password and stay silent although everything received was read: few, because
+# their routing ids may be chosen ones (ps/access/routing_ids.py). An agent sends its first message right after its
+# ticket.
 MOST_SILENT, SILENT_S = 8, 0.25
 PASSWORD_BYTES = 100  # a greeting and a password take more
-STALLED_S = 30.0  # so long a connection is borne whose JOIN may lie unread because the server's thread is busy
+STALLED_S = 30.0  # longest wait for a connection whose JOIN may be unread because the server's thread is busy
 FIRST_BYTES = 1 << 20  # before its first message has been read
-CROWDED_BYTES = 1 << 17  # the same, if there are many; joining takes up to 96 KiB
-MORE_BYTES = 9 << 20  # after each message of one that does not join, but measures its line: the next one, encrypted
-ALL_BYTES = 24 << 20  # of all that have not joined, what they have sent and nobody has read; then the largest go
-MEASURING, MEASURING_LOCALLY = 1, 2  # connections of one key, and of this machine: the latest; it takes a second or two
-MOST_PROBES = 100  # of one that does not join; measuring a line takes less than 64
-LAST_BYTES = 1 << 16  # of one that is sent away before it has joined
-LATER_S = 0.2  # what was said to a connection before it is cut gets so long to arrive
+CROWDED_BYTES = 1 << 17  # the same, if there are many connections; joining takes up to 96 KiB
+MORE_BYTES = 9 << 20  # after each message of a connection that measures its link before joining: the next, encrypted
+ALL_BYTES = 24 << 20  # unread bytes of all connections that have not joined; beyond this the largest are cut
+MEASURING, MEASURING_LOCALLY = 1, 2  # newest connections per key, and on this machine, that may measure; it takes 1-2 s
+MOST_PROBES = 100  # per connection that has not joined; measuring a link takes fewer than 64
+LAST_BYTES = 1 << 16  # from a connection that is dismissed before it has joined
+LATER_S = 0.2  # time for the last message to arrive before a connection is cut
 
 _HANDSHAKES: dict[int, str] = {
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "it has another server's key, or repeats what somebody else has sent",
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it does not encrypt, or has no ticket of the entrance",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "it has another server's key, or replays messages of another connection",
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it does not encrypt, or has no ticket from the entrance",
 }
 
 
 def why_refused(event: int, value: int, refusals: Refusals) -> None:
-    """Whose handshake failed, as far as ZeroMQ says."""
+    """Log why a handshake failed, as far as ZeroMQ says."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         refusals.refuse("", "a connection", _HANDSHAKES.get(value, "what it sent is no handshake"))
     elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -59,7 +61,7 @@ def why_refused(event: int, value: int, refusals: Refusals) -> None:
 @dataclass(frozen=True, slots=True)
 class _Joined:
     address: Address
-    # More than one: a message of a connection that is closed was read after its number had been given to another one.
+    # More than one: a message of a closed connection was read after its descriptor had been reused.
     identities: set[bytes] = field(default_factory=set)
 
 
@@ -67,40 +69,40 @@ class _Joined:
 class _Quota:
     """Of a connection that has not joined."""
 
-    most_bytes: int  # that may have come over it
-    read_bytes: int = 0  # that had come with what was read of it last
+    most_bytes: int  # that may have arrived
+    read_bytes: int = 0  # that had arrived when its last message was read
     probes: int = 0
 
 
 class Guard:
-    """`attend` in the entrance's thread, the rest in the server's."""
+    """`attend` runs in the entrance's thread, everything else in the server's."""
 
     def __init__(self, router: zmq.Socket[bytes], refusals: Refusals) -> None:
         self.monitor: zmq.Socket[bytes] = router.get_monitor_socket(WATCHED)
-        self.expected = 0  # connections of pods that may come all at once
+        self.expected = 0  # connections of pods that may come at once
         self._router, self._refusals = router, refusals
-        self.local_port = 0  # where those of this machine come in with tickets
-        self.enrolled = 0  # devices that may come all at once, likewise
-        self.all_read_s = time.monotonic()  # when the server's thread had read all that had come
+        self.local_port = 0  # where local devices connect with tickets
+        self.enrolled = 0  # enrolled devices that may come at once
+        self.all_read_s = time.monotonic()  # when the server's thread had last read everything
         self._let_in_s: deque[float] = deque(maxlen=MOST_LET_IN)
         self._lock = threading.Lock()
-        self._unjoined = Visitors(UNJOINED)
-        self._peer: dict[int, Address] = {}  # descriptor -> the other end's address
+        self._unjoined = PendingConnections(UNJOINED)
+        self._peer: dict[int, Address] = {}  # descriptor -> address of the other end
         self._joined: dict[int, _Joined] = {}
-        self._quotas: dict[int, _Quota] = {}  # of those that have not joined
-        self._measuring: dict[int, str] = {}  # of them, those that measure their line -> key; the latest last
-        self._silent_s: dict[int, float] = {}  # of this machine, no word read yet -> since when
-        self._cut_s: dict[int, tuple[float, Address]] = {}  # when, and which
+        self._quotas: dict[int, _Quota] = {}  # of connections that have not joined
+        self._measuring: dict[int, str] = {}  # those that measure their link -> key; the newest last
+        self._silent_s: dict[int, float] = {}  # local connections without a message read yet -> since when
+        self._cut_s: dict[int, tuple[float, Address]] = {}  # when to cut, and which connection
 
     # ---- the server's thread
 
     def probed(self, descriptor: int, key: str) -> bool:
-        """It was let in, and measures its line before it joins, for which it gets more time and more bytes; few do so
-        at the same time. False: too often."""
+        """An admitted connection measures its link before it joins, and gets more time and more bytes; few may do so at
+        the same time. False: too often."""
         with self._lock:
             self._silent_s.pop(descriptor, None)
             if (quota := self._quotas.get(descriptor)) is None:
-                return True  # the entrance's thread has not heard of it yet
+                return True  # the entrance's thread has not seen it yet
             quota.probes += 1
             if quota.probes > MOST_PROBES:
                 return False
@@ -115,14 +117,15 @@ class Guard:
             return True
 
     def send_away(self, descriptor: int) -> None:
-        """It has not joined: what it still sends is not worth reading."""
+        """It has not joined: allow it few further bytes."""
         self.cut(descriptor, other_end(descriptor))
         with self._lock:
             if (quota := self._quotas.get(descriptor)) is not None:
                 quota.most_bytes = min(quota.most_bytes, bytes_received(descriptor) + LAST_BYTES)
 
     def joined(self, descriptor: int, identity: bytes) -> Address | None:
-        """The other end of its connection, which tells it from the next one with this descriptor; None: it is gone."""
+        """Address of the other end, which tells it from the next connection with this descriptor; None if it is
+        gone."""
         with self._lock:
             if (peer := other_end(descriptor)) is None:
                 return None
@@ -135,11 +138,11 @@ class Guard:
             return peer
 
     def left(self, descriptor: int, address: Address | None, identity: bytes) -> None:
-        """It has joined no more."""
+        """The devices of this connection have left."""
         with self._lock:
             held = self._joined.get(descriptor)
             if held is None or held.address != address:
-                return  # its connection is gone, whatever has the number now
+                return  # its connection is gone; the descriptor may be in use again
             held.identities.discard(identity)
             if held.identities:
                 return
@@ -148,7 +151,7 @@ class Guard:
                 self._come(descriptor, str(held.address[0]), bytes_received(descriptor), FIRST_BYTES)
 
     def cut(self, descriptor: int, address: Address | None) -> None:
-        """In a moment, unless another one has joined over it."""
+        """Cut the connection soon, unless devices have joined over it by then."""
         with self._lock:
             if address is not None and descriptor not in self._joined and other_end(descriptor) == address:
                 self._cut_s.setdefault(descriptor, (time.monotonic() + LATER_S, address))
@@ -157,11 +160,12 @@ class Guard:
 
     @property
     def busy(self) -> bool:
-        """Is there somebody to be watched?"""
+        """Whether any connection needs watching."""
         return bool(self._unjoined) or bool(self._cut_s)
 
     def let_in(self, now_s: float) -> None:
-        """One more, whose key or ticket is good: it may take its time to join, and keeps out nobody else."""
+        """Allow one more connection, whose key or ticket is valid: it may take its time to join without displacing
+        others."""
         self._let_in_s.append(now_s)
 
     def _spare(self, now_s: float) -> int:
@@ -170,9 +174,9 @@ class Guard:
         return self.expected + min(MOST_LET_IN, max(self.enrolled, len(self._let_in_s)))
 
     def attend(self) -> bool:
-        """True if a stranger was dealt with."""
+        """Handle ZeroMQ's reports. True if there were any about unknown clients."""
         refused = False
-        for _ in range(EVENTS_A_TURN):
+        for _ in range(EVENTS_PER_TURN):
             if not self.monitor.poll(0):
                 break
             event = recv_monitor_message(self.monitor)
@@ -195,7 +199,7 @@ class Guard:
                 return  # it is gone again
             self._peer[descriptor] = peer
             held = self._joined.get(descriptor)
-            if held is None or held.address != peer:  # it may have joined before we heard that it came
+            if held is None or held.address != peer:  # it may have joined before its acceptance was reported
                 few = len(self._unjoined) < self._unjoined.limits.most
                 self._come(descriptor, str(peer[0]), 0, FIRST_BYTES if few else CROWDED_BYTES)
                 if self.local_port and local_port(descriptor) == self.local_port:
@@ -209,14 +213,14 @@ class Guard:
             self._end(crowded, self._peer.get(crowded))
 
     def _no_more(self, descriptor: int) -> None:
-        """It is not one of those who have not joined."""
+        """Stop treating it as a connection that has not joined."""
         self._unjoined.gone(descriptor)
         self._quotas.pop(descriptor, None)
         self._measuring.pop(descriptor, None)
         self._silent_s.pop(descriptor, None)
 
     def _gone(self, descriptor: int) -> None:
-        """The server's thread may have spoken of the next one with its number before we hear that this is gone."""
+        """The server's thread may already have named the next connection with this descriptor."""
         with self._lock:
             self._no_more(descriptor)
             peer = self._peer.pop(descriptor, None)
@@ -226,7 +230,7 @@ class Guard:
                 del self._cut_s[descriptor]
 
     def look(self, now_s: float) -> bool:
-        """Cut those that have to go. True if there were any."""
+        """Cut the connections that exceed their limits. True if there were any."""
         with self._lock:
             over = self._unjoined.overdue(max(self.all_read_s, now_s - STALLED_S))
             over += self._too_much()
@@ -238,7 +242,7 @@ class Guard:
         return bool(ends)
 
     def _too_much(self) -> list[int]:
-        """Those who sent more than they may, and the largest, if it is too much in all."""
+        """Connections that sent more than they may, and the largest ones if the total is too large."""
         waiting, over = [], []
         for descriptor in self._unjoined.all:
             quota, received = self._quotas[descriptor], bytes_received(descriptor)
@@ -255,7 +259,7 @@ class Guard:
         return over
 
     def _too_silent(self) -> list[int]:
-        """The oldest of them, if there are too many."""
+        """The oldest silent connections, if there are too many."""
         before_s = self.all_read_s - SILENT_S
         silent = [
             descriptor
@@ -265,7 +269,7 @@ class Guard:
         return silent[: max(0, len(silent) - MOST_SILENT)]
 
     def _end(self, descriptor: int, address: Address | None) -> None:
-        """Shut it down, if it is still the connection that was meant."""
+        """Shut it down, if it is still the same connection."""
         if self._peer.get(descriptor) == address:
             self._no_more(descriptor)
         if (cut := self._cut_s.get(descriptor)) is not None and cut[1] == address:

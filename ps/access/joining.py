@@ -1,5 +1,6 @@
-"""What those may do who are let in: how often they join, with how many devices, and how much they may measure. Asked by
-the server's thread; who is let in at all is decided before, by `ps/access/admission.py`.
+"""What admitted connections may do: how often they join, with how many devices, and how much they may measure.
+
+Used by the server's thread. Whether a connection is accepted at all was decided before, by `ps/access/admission.py`.
 """
 
 from __future__ import annotations
@@ -11,48 +12,51 @@ from dataclasses import replace
 
 from agent.protocol.errors import UserError
 from agent.protocol.wire import Join, printable
-from ps.access.admission import Admission, Caller, Refusals
-from ps.access.book import REVOKED, Book, Budget, Enrolled, Refusal, seen
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import REVOKED, AccessList, Budget, Enrolled, Refusal, seen
+from ps.access.admission import Caller, ConnectionAdmission, Refusals
 
-JOINS = (20.0, 0.1)  # at once, a second: of one key
-LOCAL_JOINED_BYTES = (4e6, 4e5)  # of all on this machine together: reading so much takes up to 6% of the server's time
-PROBES = (128.0, 20.0)  # of one key, and of all on this machine together; measuring a line takes up to 60
-PROBED_BYTES = (512e6, 2e6)  # both ways
-LOCAL_PROBED_BYTES = (4e9, 1e9)  # of all on this machine together, who measure nothing but its memory
+JOINS = (20.0, 0.1)  # per key: burst, per second
+LOCAL_JOINED_BYTES = (
+    4e6,
+    4e5,
+)  # of all local connections together: reading it takes up to 6% of the server's time
+PROBES = (128.0, 20.0)  # per key, and of all local connections together; measuring a link takes up to 60
+PROBED_BYTES = (512e6, 2e6)  # both directions
+LOCAL_PROBED_BYTES = (4e9, 1e9)  # of all local connections together, which measure only this machine's memory
 MOST_BUDGETS = 10_000  # keys whose budgets are kept
 
 TOO_OFTEN = Refusal("this device joins too often; it may again in a minute")
 TOO_MANY_AT_ONCE = Refusal("too many devices join at the same moment; try again")
 TOO_MANY = Refusal("this device's key may bring fewer devices than that")
 ONE_DEVICE = Refusal("a connection brings one device; only pods that the run has started bring many")
-PASSING = (TOO_OFTEN, TOO_MANY_AT_ONCE)  # what may be otherwise the next time
+PASSING = (TOO_OFTEN, TOO_MANY_AT_ONCE)  # temporary refusals
 
 
-class Door:
+class JoinAdmission:
     def __init__(
         self,
         access: AccessFile | None,
-        admission: Admission,
+        admission: ConnectionAdmission,
         refusals: Refusals,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._access, self._admission, self._refusals, self._now_s = access, admission, refusals, now_s
-        self._book = access.read() if access is not None else Book()
+        self._access_list = access.read() if access is not None else AccessList()
         self._joins: OrderedDict[str, Budget] = OrderedDict()  # by key
         self._probes: OrderedDict[str, Budget] = OrderedDict()
         self._probed_bytes: OrderedDict[str, Budget] = OrderedDict()
         self._mine: tuple[str, ...] = ()
-        self._seen: dict[str, tuple[float, str]] = {}  # key -> when it was here, and its name, not written down yet
+        self._seen: dict[str, tuple[float, str]] = {}  # key -> when last connected, and its name; not written yet
 
     def listens(self, addresses: Iterable[str], enrolling: int) -> None:
-        """At these encrypted endpoints, from now on; invitations name them and the port of the entrance."""
+        """Record these encrypted endpoints and the port of the entrance; invitations name them."""
         mine = self._mine = tuple(address.removeprefix("tcp://") for address in addresses)
         if self._access is not None:
-            self._change(lambda book: (replace(book, listening=mine, enrolling=enrolling), None))
+            self._change(lambda access_list: (replace(access_list, listening=mine, enrolling=enrolling), None))
 
     def may_read_join(self, caller: Caller, size: int) -> Refusal | None:
-        """Before it is parsed."""
+        """Whether a JOIN of this size may be parsed."""
         if caller.of_the_run:
             return None
         if caller.key:
@@ -60,7 +64,7 @@ class Door:
         return None if self._budget(self._joins, "", LOCAL_JOINED_BYTES, size) else TOO_MANY_AT_ONCE
 
     def admit(self, caller: Caller, join: Join, present: int) -> Refusal | None:
-        """May it join, with so many devices beside those `present` on its connection?"""
+        """Whether it may join, with its devices in addition to those `present` on its connection."""
         name, key = printable(join.labels[0])[:60], caller.key
         answer: Enrolled | Refusal | None = None
         if key:
@@ -76,7 +80,8 @@ class Door:
         return None
 
     def _known(self, key: str, name: str) -> Enrolled | Refusal:
-        """It is here now, under this name. Written down with the next heartbeat: each writing takes the whole file."""
+        """Note that this device is connected, under this name. Written with the next heartbeat: each write rewrites the
+        whole file."""
         found = self._read().find(key)
         if found is None or found.revoked_s is not None:
             return REVOKED
@@ -84,7 +89,7 @@ class Door:
         return found
 
     def may_read_probe(self, caller: Caller, size: int) -> Refusal | None:
-        """Before it is parsed."""
+        """Whether a PROBE of this size may be parsed."""
         if caller.of_the_run:
             return None
         may = self._budget(self._probes, caller.key, PROBES, 1) and self._may_move(caller.key, size)
@@ -111,39 +116,44 @@ class Door:
         return budgets[key].take(amount, now_s)
 
     def revoked(self, keys: Iterable[str]) -> set[str]:
-        """Those of these keys that may be here no longer."""
+        """Those of these keys that have been revoked."""
         if self._access is None:
             return set()
         return {device.key for device in self._read().enrolled if device.revoked_s is not None}.intersection(keys)
 
     def left(self, keys: Iterable[str]) -> None:
-        """Devices with these keys have been here until now."""
+        """Devices with these keys were connected until now."""
         for key in keys:
             if key and key not in self._admission.trusted:
                 self._seen[key] = self._now_s(), self._seen.get(key, (0.0, ""))[1]
 
     def write(self) -> None:
-        """Now and then: who was here."""
+        """Write who was connected; called now and then."""
         if self._seen and self._access is not None:
             here, self._seen = self._seen, {}
-            self._change(lambda book: (seen(book, here), None))
+            self._change(lambda access_list: (seen(access_list, here), None))
 
     def close(self) -> None:
         self.write()
         if self._access is not None and self._mine:
-            self._change(lambda book: (replace(book, listening=tuple(set(book.listening) - set(self._mine))), None))
+            self._change(
+                lambda access_list: (
+                    replace(access_list, listening=tuple(set(access_list.listening) - set(self._mine))),
+                    None,
+                )
+            )
 
-    def _change(self, how: Callable[[Book], tuple[Book, None]]) -> None:
+    def _change(self, how: Callable[[AccessList], tuple[AccessList, None]]) -> None:
         assert self._access is not None
         try:
-            self._access.soon(lambda book: how(book)[0])
+            self._access.soon(lambda access_list: how(access_list)[0])
         except UserError as error:
             self._refusals.say_once("", f"{error}")
 
-    def _read(self) -> Book:
+    def _read(self) -> AccessList:
         assert self._access is not None
         try:
-            self._book = self._access.read()
+            self._access_list = self._access.read()
         except UserError as error:
             self._refusals.say_once("", f"{error}")
-        return self._book
+        return self._access_list

@@ -1,7 +1,7 @@
-"""The sockets that devices connect to: their limits, and what is wrong if they cannot be had.
+"""The sockets that devices connect to: their limits, and error messages if they cannot be opened.
 
-ZeroMQ takes options when an endpoint is bound, so one ROUTER has several mechanisms: passwords on the loopback's data
-endpoint (PLAIN: no encryption, as fast as none at all), keys on all others (CURVE).
+ZeroMQ applies options when an endpoint is bound, so one ROUTER can have several mechanisms: passwords on the loopback's
+data endpoint (PLAIN: no encryption, full speed), keys on all others (CURVE).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from agent.protocol.errors import UserError
 from agent.protocol.limits import raise_file_limit
 from agent.protocol.wire import PART_BYTES
 from ps.access.admission import ENCRYPTED, LOCAL
-from ps.access.names import unpredictable
+from ps.access.routing_ids import unpredictable
 
-MESSAGES_AHEAD = 16  # what ZeroMQ may hold for a connection that does not read
-MESSAGES_WAITING = 256  # of a connection, for us; more wait in its network
+MESSAGES_AHEAD = 16  # that ZeroMQ may hold for a connection that does not read
+MESSAGES_WAITING = 256  # unread, per connection; more wait in the network
 MESSAGES_WAITING_ENCRYPTED = 64
 FRAME_BYTES = PART_BYTES + 1024  # encryption adds a little
-HANDSHAKE_S = 10.0  # and no longer, whatever is sent meanwhile; devices take a server for gone that is as slow as that
-BACKLOG = 1024  # of the entrance: those wait who come while it is busy
-ENROL_PORTS = 20  # after the port for data, of which the first free one is for enrolment
+HANDSHAKE_S = 10.0  # limit, whatever is sent meanwhile; a server this slow is lost to its devices anyway
+BACKLOG = 1024  # of the entrance: connections that arrive while it is busy
+ENROL_PORTS = 20  # ports after the data port; the first free one is for enrolment
 
 
 class AddressError(UserError):
-    """The server cannot listen where it was asked to."""
+    """The server cannot listen at this address."""
 
 
 def new_router(io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """A context and its ROUTER, which is not bound yet."""
+    """A context and its ROUTER, not bound yet."""
     raise_file_limit()
     unpredictable()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads)
@@ -52,7 +52,7 @@ def new_router(io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq
 
 
 def bind_local(router: zmq.Socket[bytes], host: str) -> str:
-    """Without encryption, for this machine alone; those connect who have a password."""
+    """Bind without encryption, for this machine only; clients need a password."""
     router.setsockopt(zmq.PLAIN_SERVER, 1)
     router.setsockopt(zmq.ZAP_DOMAIN, LOCAL)
     router.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
@@ -60,7 +60,7 @@ def bind_local(router: zmq.Socket[bytes], host: str) -> str:
 
 
 def encrypt(router: zmq.Socket[bytes], secret: str) -> None:
-    """Whatever is bound from now on, with the server's secret key."""
+    """Encrypt everything that is bound from now on, with the server's secret key."""
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
     router.setsockopt(zmq.ZAP_DOMAIN, ENCRYPTED)
@@ -68,7 +68,7 @@ def encrypt(router: zmq.Socket[bytes], secret: str) -> None:
 
 
 def listen_local(host: str, port: int) -> socket.socket:
-    """The entrance in the clear, for this machine alone."""
+    """The unencrypted entrance, for this machine only."""
     if not is_loopback(host):
         raise AddressError(
             f"cannot listen on {host} in the clear: that is only for this machine itself, 127.0.0.1. "
@@ -78,7 +78,7 @@ def listen_local(host: str, port: int) -> socket.socket:
 
 
 def listen_beside(address: str) -> socket.socket:
-    """An entrance on the host of this data endpoint, on one of the ports after its own, or on any."""
+    """An entrance on the host of this data endpoint: on one of the ports after it, or on any free port."""
     host, port = split_endpoint(address)
     for candidate in (*range(port + 1, min(port + 1 + ENROL_PORTS, 65536)), 0):
         try:
@@ -109,7 +109,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def bind(router: zmq.Socket[bytes], endpoint: str) -> str:
-    """Port 0 is any free one: the address it has become."""
+    """Bind, and return the address; port 0 takes any free port."""
     host, port = split_endpoint(endpoint)
     router.setsockopt(zmq.IPV6, int(host.startswith("[")))
     try:
@@ -142,7 +142,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Names other than localhost are taken for places elsewhere."""
+    """Host names other than localhost count as remote."""
     if host == "localhost":
         return True
     try:

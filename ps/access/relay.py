@@ -1,12 +1,13 @@
-"""Carries a few KiB between those who knock and ZeroMQ behind: the only sockets that a stranger reaches by name.
+"""Relays a few KiB between unknown clients and ZeroMQ: the only published sockets that they can reach.
 
-ZeroMQ bounds frames, not messages: one that never ends grows until its connection is closed. So strangers do not speak
-to ZeroMQ itself. Each has a TCP connection here, over which a few KiB pass each way within a few seconds, and then it
-is closed. Behind it is a socket for this call alone (`ps/access/rooms.py`).
+ZeroMQ limits the size of frames, not of messages: a message that never ends grows until its connection is closed. So
+unknown clients do not talk to ZeroMQ directly. Each has a TCP connection here, over which a few KiB pass each way
+within a few seconds, and then it is closed. Behind it is a ZeroMQ socket for this call alone
+(`ps/access/caller_sockets.py`).
 
-Every connection is accepted at once, which costs next to nothing: if they waited in the kernel, those who only connect
-would keep out all who come after them. What costs more is rationed, in all and by address, and given only to those who
-have said something and are still there.
+Every connection is accepted at once, which costs almost nothing: if connections waited in the kernel, clients that only
+connect would keep out all later ones. What costs more is rate-limited, in total and per address, and reserved for
+clients that have sent something and are still connected.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from typing import Any
 
 import zmq
 
+from ps.access.access_list import Budget
 from ps.access.admission import Refusals
-from ps.access.book import Budget
-from ps.access.rooms import Room
-from ps.access.visitors import Limits, Visitors
+from ps.access.caller_sockets import CallerSocket
+from ps.access.pending import Limits, PendingConnections
 
 CARRIED_BYTES = 1 << 14  # each way: a handshake takes 1 KiB, a HELLO less, its answer up to 4
 READ_BYTES = 4096
-AT_ONCE = 256  # accepted before others get their turn
+AT_ONCE = 256  # accepted before other work gets its turn
 SECONDS = 10.0
-LOCAL = Limits(most=128, of_an_address=128, seconds=SECONDS)
-REMOTE = Limits(most=64, of_an_address=16, seconds=SECONDS)
+LOCAL = Limits(most=128, per_address=128, seconds=SECONDS)
+REMOTE = Limits(most=64, per_address=16, seconds=SECONDS)
 MOST_ADDRESSES = 4096  # whose budgets are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Calls that are carried, at once and a second; in all, and of one address. One costs 0.7 ms of Python."""
+    """Limits on relayed calls: burst and per second, in total and per address. One call costs 0.7 ms of Python."""
 
     all: tuple[float, float]
-    of_an_address: tuple[float, float]
+    per_address: tuple[float, float]
 
 
 LOCAL_CALLS = Rate((128.0, 100.0), (128.0, 100.0))
@@ -51,76 +52,79 @@ REMOTE_CALLS = Rate((64.0, 40.0), (24.0, 10.0))
 class Call:
     outside: socket.socket
     address: str
-    said: bytes = b""  # its first words, until it has a room
-    room: Room | None = None
+    said: bytes = b""  # its first bytes, until its inner socket is open
+    inside: CallerSocket | None = None
     up_left: int = CARRIED_BYTES
     down_left: int = CARRIED_BYTES
 
 
-class Gate:
+class Relay:
     def __init__(
         self,
         listener: socket.socket,
-        open_room: Callable[[], Room],
+        open_socket: Callable[[], CallerSocket],
         refusals: Refusals,
         limits: Limits,
         calls: Rate,
         now_s: float,
     ) -> None:
-        """`open_room`: for one caller; may raise OSError or ZMQError."""
+        """`open_socket`: opens the socket of one caller; may raise OSError or ZMQError."""
         listener.setblocking(False)
-        self._listener, self._open_room, self._refusals = listener, open_room, refusals
-        # apart, so that those who say nothing never push out one who does
-        self._silent, self._heard = Visitors(replace(limits, seconds=limits.seconds / 2)), Visitors(limits)
+        self._listener, self._open_socket, self._refusals = listener, open_socket, refusals
+        # separate, so that silent clients never displace one that has spoken
+        self._silent, self._heard = (
+            PendingConnections(replace(limits, seconds=limits.seconds / 2)),
+            PendingConnections(limits),
+        )
         self._rate, self._budget = calls, Budget.full(*calls.all, now_s)
         self._budgets: OrderedDict[str, Budget] = OrderedDict()  # by address
-        self._calls: dict[int, Call] = {}  # by the descriptor of either end
-        self._waiting: dict[int, Call] = {}  # for a room, by the descriptor outside
+        self._calls: dict[int, Call] = {}  # by the descriptors of both ends
+        self._waiting: dict[int, Call] = {}  # for an inner socket, by the descriptor outside
 
     @property
     def waiting(self) -> bool:
-        """Is somebody to be let in as soon as there is time for it?"""
+        """Whether calls wait for an inner socket."""
         return bool(self._waiting)
 
     def register(self, poller: zmq.Poller) -> None:
-        """What to look at, in a poller of this turn."""
+        """Register what to wait for in this turn."""
         poller.register(self._listener.fileno(), zmq.POLLIN)
         for descriptor, call in self._calls.items():
             if descriptor not in self._waiting:
                 poller.register(descriptor, zmq.POLLIN)
-            if call.room is not None and descriptor == call.outside.fileno():
-                poller.register(call.room.zmq_socket, zmq.POLLIN)
+            if call.inside is not None and descriptor == call.outside.fileno():
+                poller.register(call.inside.zmq_socket, zmq.POLLIN)
 
     def attend(self, ready: Mapping[Any, int], now_s: float) -> bool:
-        """Carry what there is. True if there was anything."""
+        """Relay what has arrived. True if anything had."""
         carried = False
         for descriptor in [d for d in self._calls if d in ready]:
             if (call := self._calls.get(descriptor)) is not None:
                 carried = True
-                if call.room is None:
+                if call.inside is None:
                     self._first_words(call, now_s)
-                elif not _carry(call, call.room, up=descriptor == call.outside.fileno()):
+                elif not _carry(call, call.inside, up=descriptor == call.outside.fileno()):
                     self._hang_up(call)
         for who in (*self._silent.overdue(now_s), *self._heard.overdue(now_s)):
             self._hang_up(self._calls[who])
         if self._waiting:
             carried = True
-            self._open_rooms(now_s)
+            self._open_sockets(now_s)
         if self._listener.fileno() in ready:
             carried = True
             self._accept(now_s)
         return carried
 
-    def speaking(self, ready: Mapping[Any, int]) -> list[Room]:
-        """Rooms in which a message has come."""
-        rooms = [call.room for d, call in self._calls.items() if call.room and d == call.outside.fileno()]
-        return [room for room in rooms if room.zmq_socket in ready]
+    def speaking(self, ready: Mapping[Any, int]) -> list[CallerSocket]:
+        """Sockets with an incoming message."""
+        sockets = [call.inside for d, call in self._calls.items() if call.inside and d == call.outside.fileno()]
+        return [inside for inside in sockets if inside.zmq_socket in ready]
 
     def _accept(self, now_s: float) -> None:
         for _ in range(AT_ONCE):
             try:
                 outside, address = self._listener.accept()
-            except OSError:  # nobody is there any more, or there are no descriptors left
+            except OSError:  # the client is gone, or no descriptors are left
                 return
             outside.setblocking(False)
             self._calls[outside.fileno()] = Call(outside, address[0])
@@ -132,7 +136,7 @@ class Gate:
             call.said = call.outside.recv(READ_BYTES)
         except OSError:
             call.said = b""
-        if not call.said:  # it only came to go
+        if not call.said:  # it closed without sending anything
             self._hang_up(call)
             return
         who = call.outside.fileno()
@@ -141,8 +145,8 @@ class Gate:
         for crowded in self._heard.came(who, call.address, now_s):
             self._hang_up(self._calls[crowded])
 
-    def _open_rooms(self, now_s: float) -> None:
-        """By lot, if not all can have one now: whoever floods cannot tell how to be first."""
+    def _open_sockets(self, now_s: float) -> None:
+        """In random order if not all can have one now, so that a flooding client cannot arrange to be first."""
         for call in random.sample(list(self._waiting.values()), len(self._waiting)):
             of_its_address = self._of_address(call.address, now_s)
             if not _is_there(call.outside):
@@ -155,7 +159,7 @@ class Gate:
 
     def _of_address(self, address: str, now_s: float) -> Budget:
         if address not in self._budgets:
-            self._budgets[address] = Budget.full(*self._rate.of_an_address, now_s)
+            self._budgets[address] = Budget.full(*self._rate.per_address, now_s)
             if len(self._budgets) > MOST_ADDRESSES:
                 self._budgets.popitem(last=False)
         self._budgets.move_to_end(address)
@@ -164,10 +168,10 @@ class Gate:
     def _let_in(self, call: Call) -> None:
         self._waiting.pop(call.outside.fileno())
         try:
-            call.room = self._open_room()
-            self._calls[call.room.line.fileno()] = call
-            sent = call.room.line.send(call.said)
-        except (OSError, zmq.ZMQError):  # there are no descriptors left
+            call.inside = self._open_socket()
+            self._calls[call.inside.line.fileno()] = call
+            sent = call.inside.line.send(call.said)
+        except (OSError, zmq.ZMQError):  # no descriptors are left
             sent = -1
         call.up_left -= len(call.said)
         if sent != len(call.said):
@@ -180,9 +184,9 @@ class Gate:
         self._heard.gone(who)
         self._waiting.pop(who, None)
         self._calls.pop(who, None)
-        if call.room is not None:
-            self._calls.pop(call.room.line.fileno(), None)
-            call.room.close(self._refusals)
+        if call.inside is not None:
+            self._calls.pop(call.inside.line.fileno(), None)
+            call.inside.close(self._refusals)
         with contextlib.suppress(OSError):
             call.outside.close()
 
@@ -192,9 +196,9 @@ class Gate:
         self._listener.close()
 
 
-def _carry(call: Call, room: Room, up: bool) -> bool:
-    """False: it is over. What is carried in all fits into the kernel's buffers: nothing waits here."""
-    source, target = (call.outside, room.line) if up else (room.line, call.outside)
+def _carry(call: Call, inside: CallerSocket, up: bool) -> bool:
+    """False: the call is over. The total fits into the kernel's buffers, so nothing is queued here."""
+    source, target = (call.outside, inside.line) if up else (inside.line, call.outside)
     left = call.up_left if up else call.down_left
     try:
         data = source.recv(min(READ_BYTES, left))
@@ -210,7 +214,7 @@ def _carry(call: Call, room: Room, up: bool) -> bool:
 
 
 def _is_there(outside: socket.socket) -> bool:
-    """False: it was closed or reset meanwhile."""
+    """False if it was closed or reset meanwhile."""
     try:
         return bool(outside.recv(1, socket.MSG_PEEK))
     except BlockingIOError:

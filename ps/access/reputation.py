@@ -1,10 +1,11 @@
-"""What is known of a device from earlier work: bans, refusals, slowness, blocks delivered. Pure: no files, no clock.
+"""What is known of a device from earlier runs: bans, refusals, slowness, blocks delivered. Pure: no files, no clock.
 
-A standing belongs to an identity: the key of an encrypted line, or the secret by which a device on a plain line is
-recognised (kept as a hash). A device on a plain line without a secret has none: it begins anew with each connection.
-Everything expires, and the server's owner can forgive. `ps/standing.py` keeps the table and asks these functions.
+A standing belongs to an identity: the key of an encrypted connection, or the secret by which a device on a plain
+connection is recognised (stored as a hash). A device on a plain connection without a secret has none: it starts afresh
+with each connection. Everything expires, and the server's owner can forgive. `ps/access/standings.py` keeps the table
+and calls these functions.
 
-Moments are seconds since 1970.
+Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
-# A wrong result is a fault of the device or a lie; neither is gone tomorrow. A week leaves time to look into it.
+# A wrong result is a fault of the device or a lie; neither is gone the next day. A week leaves time to look into it.
 WRONG_S = 7 * DAY_S
-# A device that fails blocks is short of memory or broken at the moment; its next run may be better.
+# A device that fails blocks is short of memory or broken at the moment; its next run may go better.
 FAILED_S = HOUR_S
-MOST_BAN_S = 30 * DAY_S  # each ban within MEMORY_S of an earlier one lasts twice as long, up to this
-MEMORY_S = 30 * DAY_S  # a standing without news is forgotten after so long
-SLOW_S = DAY_S  # how long a device is taken to be as slow as it was: heat and a bad network pass
-SLOWER = 1.25  # a factor of less is no slowness; as ps/scheduling/slowness.py takes it
-MOST_SLOW = 1e12  # a number that a file can hold
-PROVEN_BLOCKS = 256  # right blocks after which a device need not begin as a newcomer again
-MOST = 4096  # standings that are kept; the oldest without a ban go first
+MOST_BAN_S = 30 * DAY_S  # a ban within MEMORY_S of an earlier one lasts twice as long, up to this
+MEMORY_S = 30 * DAY_S  # a standing is forgotten this long after its last change
+SLOW_S = DAY_S  # how long a device is assumed to be as slow as it was: heat and a bad network pass
+SLOWER = 1.25  # smaller factors are ignored; the same value as in ps/scheduling/slowness.py
+MOST_SLOW = 1e12  # so that the value can be written as JSON
+PROVEN_BLOCKS = 256  # correct blocks after which a device does not start as a newcomer again
+MOST = 4096  # standings kept; the oldest without a ban are dropped first
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     identity: str
-    name: str  # as it called itself last
+    name: str  # the name it used last
     seen_s: float
-    blocks: int = 0  # delivered and found right
-    refused: int = 0  # failed
+    blocks: int = 0  # delivered and found correct
+    refused: int = 0  # blocks it failed to compute
     bans: int = 0
     banned_until_s: float = 0.0
-    why: str = ""  # of the latest ban
-    slowness: float = 1.0  # times as slow as its profile says
+    why: str = ""  # reason of the latest ban
+    slowness: float = 1.0  # factor by which it is slower than its profile
     slow_s: float = 0.0  # when that was found
-    forgiven_s: float = 0.0  # when the server's owner lifted a ban last
+    forgiven_s: float = 0.0  # when the server's owner last lifted a ban
 
     def banned(self, now_s: float) -> bool:
         return now_s < self.banned_until_s
@@ -53,11 +54,11 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """What one stay of a device has brought."""
+    """What one stay of a device has shown."""
 
     blocks: int = 0
     refused: int = 0
-    slowness: float = 1.0  # beside the factor that was known before
+    slowness: float = 1.0  # relative to the factor known before
 
 
 def key_identity(key: str) -> str:
@@ -65,16 +66,16 @@ def key_identity(key: str) -> str:
 
 
 def secret_identity(secret: str) -> str:
-    """The secret itself stays with its device."""
+    """Only a hash: the secret itself stays with its device."""
     return f"secret:{hashlib.sha256(secret.encode()).hexdigest()}" if secret else ""
 
 
 def banned(standing: Standing, why: str, now_s: float, wrong: bool) -> Standing:
-    """It is banned from now on, for longer if it was before."""
+    """Ban it from now on, for longer if it was banned before."""
     earlier = standing.bans if now_s < standing.seen_s + MEMORY_S else 0
     lasts_s = min(MOST_BAN_S, (WRONG_S if wrong else FAILED_S) * 2.0 ** min(earlier, 10))
     until_s = max(standing.banned_until_s, now_s + lasts_s)
-    # what it delivered before proves nothing any more
+    # blocks delivered before prove nothing any more
     return replace(standing, seen_s=now_s, bans=earlier + 1, banned_until_s=until_s, why=why, blocks=0)
 
 
@@ -96,17 +97,17 @@ def stayed(standing: Standing, stay: Stay, now_s: float) -> Standing:
 
 
 def forgiven(standing: Standing, now_s: float) -> Standing:
-    """Its ban is lifted, and the next one is a first one."""
+    """Lift its ban; the next ban counts as its first."""
     return replace(standing, banned_until_s=0.0, bans=0, why="", refused=0, slowness=1.0, forgiven_s=now_s)
 
 
 def kept(standings: Iterable[Standing], now_s: float, most: int = MOST) -> tuple[Standing, ...]:
-    """Those that are worth keeping, the latest last: no expired ones, and no more than `most`; bans go last."""
+    """Standings worth keeping, the latest last: none that expired, and at most `most`; bans are dropped last."""
     alive = [s for s in standings if s.banned(now_s) or now_s < s.seen_s + MEMORY_S]
     alive.sort(key=lambda s: (s.banned(now_s), s.seen_s))
     return tuple(alive[max(0, len(alive) - most) :])
 
 
 def merged(standings: Iterable[Standing], news: Mapping[str, Standing], now_s: float) -> tuple[Standing, ...]:
-    """The table with these in the place of older ones of the same identity."""
+    """The table, with these replacing older standings of the same identity."""
     return kept([*(s for s in standings if s.identity not in news), *news.values()], now_s)

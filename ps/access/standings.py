@@ -1,8 +1,8 @@
-"""Keeps what is known of devices (ps/access/reputation.py) while a server runs, and writes it into the access file.
+"""Keeps the standing of devices (ps/access/reputation.py) while a server runs, and writes it into the access file.
 
-A ban is written at once, everything else when a device leaves or the run ends. Emulated devices are the run's own: they
-have no lasting standing, but one that was suspended stays so for the run, under its label, however often its pod lets
-it come back.
+A ban is written at once, everything else when a device leaves or the run ends. Emulated devices belong to the run: they
+have no lasting standing, but a suspended one stays suspended for the run, under its label, however often its pod lets
+it rejoin.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from agent.protocol.errors import UserError
 from agent.protocol.units import format_duration
-from ps.access.book import Refusal
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import Refusal
 from ps.access.reputation import MOST, Standing, Stay, banned, key_identity, merged, secret_identity, stayed
 
-CONNECTION = "connection:"  # an identity of this kind ends with its connection, and is not written down
+CONNECTION = "connection:"  # an identity of this kind ends with its connection, and is not written
 
 
 class Standings:
@@ -30,24 +30,24 @@ class Standings:
         say: Callable[[str], None] = lambda text: None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """Without an access file all is forgotten when the run ends."""
+        """Without an access file, everything is forgotten when the run ends."""
         self._access, self._say, self._now_s = access, say, now_s
-        self._news: dict[str, Standing] = {}  # of this run
-        self._unwritten: dict[str, Standing] = {}  # of these, what goes into the file with the next heartbeat
-        self._table: tuple[Standing, ...] = ()  # of the file, as it could be read last
-        self._barred: dict[str, str] = {}  # labels of emulated devices -> why
+        self._news: dict[str, Standing] = {}  # changed in this run
+        self._unwritten: dict[str, Standing] = {}  # of these, what is written with the next heartbeat
+        self._table: tuple[Standing, ...] = ()  # from the file, as last read
+        self._barred: dict[str, str] = {}  # labels of emulated devices -> reason
         self._said = False
         self._on_disk("")
 
     @staticmethod
     def identity(key: str, about: Mapping[str, str], connection: bytes) -> str:
-        """Of a device that is not emulated: by its key, by its secret, or else only by its connection."""
+        """Identity of a real device: its key, its secret, or else only its connection."""
         if key:
             return key_identity(key)
         return secret_identity(about.get("device", "")) or f"{CONNECTION}{connection.hex()}"
 
     def may_join(self, identity: str) -> Refusal | None:
-        """Why it may not, and until when."""
+        """Why it may not join, and until when; None if it may."""
         found, now_s = self._find(identity), self._now_s()
         if found is None or not found.banned(now_s):
             return None
@@ -55,12 +55,12 @@ class Standings:
         return Refusal(f"this device is suspended for another {format_duration(left_s)}: {found.why}", left_s)
 
     def proven(self, identity: str) -> bool:
-        """Has it delivered enough right blocks not to begin as a newcomer?"""
+        """Whether it has delivered enough correct blocks not to start as a newcomer."""
         found = self._find(identity)
         return found is not None and found.proven(self._now_s())
 
     def corrected(self, identity: str, profiles: NDArray[np.void]) -> NDArray[np.void]:
-        """What it says of itself, made as slow as it lately was."""
+        """Its claimed profile, slowed down by the factor seen recently."""
         found = self._find(identity)
         factor = 1.0 if found is None else found.factor(self._now_s())
         if factor == 1.0:
@@ -71,7 +71,7 @@ class Standings:
         return profiles
 
     def suspended(self, identity: str, name: str, why: str, wrong: bool) -> Refusal:
-        """It gets no more work; what it is told."""
+        """Ban a device, and return what it is told."""
         self._put(banned(self._of(identity, name), why, self._now_s(), wrong), durable=True)
         refusal = self.may_join(identity)
         assert refusal is not None, "it was banned a moment ago"
@@ -83,18 +83,18 @@ class Standings:
             self._put(stayed(self._of(identity, name), stay, self._now_s()), durable=False)
 
     def bar(self, label: str, why: str) -> None:
-        """An emulated device gets no more work in this run."""
+        """Exclude an emulated device from this run."""
         self._barred[label] = why
 
     def barred(self, labels: Sequence[str]) -> list[int]:
-        """Positions of those that may not work in this run."""
+        """Positions of the labels that are excluded from this run."""
         return [n for n, label in enumerate(labels) if label in self._barred] if self._barred else []
 
     def why_barred(self, label: str) -> str:
         return self._barred[label]
 
     def retry(self) -> None:
-        """Now and then: write what is new, and what could not be written before."""
+        """Write what is new, and what could not be written before; called now and then."""
         self._write(durable=False)
         if self._access is not None:
             try:
@@ -105,7 +105,7 @@ class Standings:
     def _find(self, identity: str) -> Standing | None:
         mine, kept = self._news.get(identity), self._on_disk(identity)
         if mine is None or (kept is not None and kept.forgiven_s > mine.seen_s):
-            self._news.pop(identity, None)  # its owner has lifted the ban while the run goes on
+            self._news.pop(identity, None)  # the owner has lifted the ban during the run
             return kept
         return mine
 
@@ -115,7 +115,7 @@ class Standings:
         try:
             self._table = self._access.read().standings
         except UserError as error:
-            self._complain(error)  # a file that cannot be read lifts no ban
+            self._complain(error)  # an unreadable file lifts no ban
         return next((standing for standing in self._table if standing.identity == identity), None)
 
     def _of(self, identity: str, name: str) -> Standing:
@@ -133,14 +133,15 @@ class Standings:
             self._write(durable=True)
 
     def _write(self, durable: bool) -> None:
-        """All at once: each writing takes the whole file."""
+        """Write all changes at once: each write rewrites the whole file."""
         if self._access is None or not self._unwritten:
             return
         now_s, standings = self._now_s(), self._unwritten
         self._unwritten = {}
         try:
             self._access.soon(
-                lambda book: replace(book, standings=merged(book.standings, standings, now_s)), durable=durable
+                lambda access_list: replace(access_list, standings=merged(access_list.standings, standings, now_s)),
+                durable=durable,
             )
         except UserError as error:
             self._complain(error)

@@ -46,7 +46,7 @@ class Node:
     fx_node: fx.Node
     inputs: tuple[int, ...]
     product: tuple[int, int] | None
-    urgent: bool
+    critical: bool
     behind: int  # length of the longest chain of backward products that wait for it
     heavy: bool  # it runs on the server for a while: products that are ready go out before it
 
@@ -63,10 +63,10 @@ class Program:
     ahead: tuple[tuple[Level, ...], ...] = ()  # of a backward pass: the levels still to come, by `behind`
 
     @property
-    def patient_bytes(self) -> int:
+    def deferred_bytes(self) -> int:
         """Operand bytes of all deferred products; 0 if unknown."""
         every = self.ahead[-1] if self.ahead else ()
-        shapes = [request.shape for level in every for request in level.patient]
+        shapes = [request.shape for level in every for request in level.deferred]
         return sum(BYTES * shape.batch * shape.inner * (shape.rows + shape.columns) for shape in shapes)
 
     def to_come(self, behind: int) -> tuple[Level, ...]:
@@ -146,7 +146,7 @@ def prepare(name: str, module: fx.GraphModule) -> Program:
             node,
             tuple(inputs[i]),
             PRODUCTS[node.target] if is_product[i] else None,
-            urgent=name == "forward" or behind[i] > 0,
+            critical=name == "forward" or behind[i] > 0,
             behind=behind[i] if name == "backward" else 0,
             heavy=node.op == "call_function" and not is_product[i] and _values(node) >= HEAVY_VALUES,
         )
@@ -160,8 +160,8 @@ def prepare(name: str, module: fx.GraphModule) -> Program:
 def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
     """For every value of `behind`: the levels that come after it. A deferred product is ready with the level after the
     last product that it needs."""
-    urgent: dict[int, list[Request]] = {}
-    patient: dict[int, list[Request]] = {}
+    critical: dict[int, list[Request]] = {}
+    deferred: dict[int, list[Request]] = {}
     top = max((node.behind for node in nodes if node.product), default=0)
     ready: list[int] = []  # with which level
     for node in nodes:
@@ -174,11 +174,11 @@ def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
                 return ()
             if not shape.flops:
                 continue  # there is nothing to send out
-            of = urgent if node.behind else patient
+            of = critical if node.behind else deferred
             of.setdefault(node.behind or max(0, ready[-1]), []).append(Request(shape))
-    levels = [Level(tuple(urgent.get(number, ())), tuple(patient.get(number, ()))) for number in range(top + 1)]
+    levels = [Level(tuple(critical.get(number, ())), tuple(deferred.get(number, ()))) for number in range(top + 1)]
     return tuple(
-        tuple(level for level in reversed(levels[:number]) if level.urgent or level.patient)
+        tuple(level for level in reversed(levels[:number]) if level.critical or level.deferred)
         for number in range(top + 2)  # including one before the first level, with all of them
     )
 

@@ -119,7 +119,7 @@ class Executor:
         unfinished = len(program.nodes)
         # operands of deferred products that start early are held until the pass ends; and where devices keep slabs of
         # weights from one pass to the next, each device should get the same slabs each time
-        early = self._early and self._uses == 1 and program.patient_bytes <= SHELF_BYTES
+        early = self._early and self._uses == 1 and program.deferred_bytes <= SHELF_BYTES
 
         def finish(index: int) -> None:
             nonlocal unfinished
@@ -183,7 +183,7 @@ class Executor:
             done=lambda: done.put(index),
             name=f"{program.name}/{node.fx_node.name}",
             step=self.step,
-            urgent=node.urgent,
+            critical=node.critical,
         )
         self.spent.products += 1
         self.spent.flops += product.shape.flops

@@ -25,14 +25,14 @@ from ps.planning.pipeline import (
     made_plan,
     queue_seconds,
     rectangles,
-    running_laws,
+    running_cost_models,
     taper,
 )
 from ps.planning.plans import Plan, PlanError, Request, Shape
 from ps.planning.weighted_grid import able_devices, grid_tiles
 
 HELPERS = 32  # devices that a rectangle without neighbours is cut over
-WELCOMED = 64  # newcomers that get something at once; more of them wait for the next plan
+MOST_NEWCOMERS = 64  # newcomers that get something at once; more of them wait for the next plan
 LATER = 1.1  # a column may take this many times as long as the plan did; beyond that, others help
 
 
@@ -201,17 +201,17 @@ def _columns(
     batches, across = np.array([(stack.frame[1], stack.frame[3]) for stack in stacks])[member].T
     steep = taper(*queue_seconds(profiles, names, shape, batches, along, across, along), strips)
     cuts = Cuts(strips, chunks, np.zeros(len(names), np.bool_), np.stack([steep, steep]))
-    law = running_laws(profiles[names], request, cuts)
+    cost_model = running_cost_models(profiles[names], request, cuts)
     elsewhere = _marked(names, profiles)[plan.device]
     elsewhere[index] = False
     others = np.flatnonzero(elsewhere)
     delay_s = np.bincount(
         plan.device[others], _busy_s(plan.tiles[others], plan.device[others], shape, profiles), len(profiles)
     )
-    mine = law[stacks[0].turned]
+    mine = cost_model[stacks[0].turned]
     column = np.arange(len(stacks))
     made = Columns(
-        law=replace(mine, fixed_s=mine.fixed_s + delay_s[names]),
+        cost_model=replace(mine, fixed_s=mine.fixed_s + delay_s[names]),
         order=names,
         starts=np.searchsorted(member, column),
         member=member,
@@ -254,7 +254,7 @@ def _helped(
     return np.concatenate(found), np.concatenate(helpers)
 
 
-def welcomed(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.void]) -> Plan:
+def with_newcomers(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.void]) -> Plan:
     """The same plan with newcomers in it: each takes half a block from the device that ends last, if it ends sooner."""
     if plan.ends_s is None:
         plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
@@ -262,7 +262,7 @@ def welcomed(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.vo
     end_of = dict(zip(plan.device.tolist(), plan.ends_s.tolist(), strict=True))
     tiles, device = plan.tiles.copy(), plan.device
     budget = usable_bytes(profiles)
-    for newcomer in joined[:WELCOMED].tolist():
+    for newcomer in joined[:MOST_NEWCOMERS].tolist():
         last = max(end_of, key=end_of.__getitem__)
         mine = np.flatnonzero(device == last)
         index = mine[np.argmax(tiles[mine, 1] * tiles[mine, 3] * tiles[mine, 5])]

@@ -31,7 +31,7 @@ class PackingError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class CostModel:
     """The coefficients, one per device in the last axis; the first axis of `wide`, `tall` and `cell` is j, the two
     sums."""
 
@@ -44,8 +44,8 @@ class Law:
     def __len__(self) -> int:
         return len(self.fixed_s)
 
-    def take(self, index: Integers) -> Law:
-        return Law(
+    def take(self, index: Integers) -> CostModel:
+        return CostModel(
             self.fixed_s[index],
             self.wide[:, index],
             self.tall[:, index],
@@ -53,11 +53,11 @@ class Law:
             self.most_cells[index],
         )
 
-    def divided(self, parts: Integers) -> Law:
+    def divided(self, parts: Integers) -> CostModel:
         """The model of devices that give only one of `parts` parts of their time."""
         return replace(self, wide=self.wide * parts, tall=self.tall * parts, cell=self.cell * parts)
 
-    def boundless(self) -> Law:
+    def boundless(self) -> CostModel:
         return replace(self, most_cells=np.full(len(self), np.inf))
 
     def loads(self, heights: Numbers | Integers, widths: Numbers | Integers, batches: Integers | int = 1) -> Numbers:
@@ -105,26 +105,28 @@ class Areas:
 
     A larger rectangle has more cells per length of its sides. So the best is one rectangle with equally expensive
     sides, or one strip where the product is narrow. Beyond what fits the memory or the product (a batch has further
-    entries), it is as many of the largest rectangles as there is time for. Each of the two sums limits the cells; the
+    matrices), it is as many of the largest rectangles as there is time for. Each of the two sums limits the cells; the
     smaller limit counts.
     """
 
-    def __init__(self, law: Law, rows: int, columns: int) -> None:
-        self.law, self.rows, self.columns = law, rows, columns
-        self._root = np.sqrt(law.wide * law.tall)
-        self._aspect = np.where(law.wide > 0, np.sqrt(law.tall / np.maximum(law.wide, _TINY)), 1.0)
-        self._largest = np.minimum(law.most_cells, float(rows) * columns)
+    def __init__(self, cost_model: CostModel, rows: int, columns: int) -> None:
+        self.cost_model, self.rows, self.columns = cost_model, rows, columns
+        self._root = np.sqrt(cost_model.wide * cost_model.tall)
+        self._aspect = np.where(cost_model.wide > 0, np.sqrt(cost_model.tall / np.maximum(cost_model.wide, _TINY)), 1.0)
+        self._largest = np.minimum(cost_model.most_cells, float(rows) * columns)
         widths = np.clip(np.sqrt(self._largest) * self._aspect, self._largest / rows, columns)
         heights = self._largest / np.maximum(widths, _TINY)
-        self._largest_s = np.maximum(law.wide * widths + law.tall * heights + law.cell * self._largest, _TINY)
+        self._largest_s = np.maximum(
+            cost_model.wide * widths + cost_model.tall * heights + cost_model.cell * self._largest, _TINY
+        )
 
     def within(self, span_s: float | Numbers) -> Numbers:
-        law, rows, columns = self.law, self.rows, self.columns
-        spare_s = np.maximum(span_s - law.fixed_s, 0.0)
+        cost_model, rows, columns = self.cost_model, self.rows, self.columns
+        spare_s = np.maximum(span_s - cost_model.fixed_s, 0.0)
         # the root in the form that does not subtract two nearly equal numbers
-        side = spare_s / np.maximum(self._root + np.sqrt(self._root * self._root + law.cell * spare_s), _TINY)
-        low = (spare_s - law.wide * columns) / np.maximum(law.tall + law.cell * columns, _TINY)
-        thin = (spare_s - law.tall * rows) / np.maximum(law.wide + law.cell * rows, _TINY)
+        side = spare_s / np.maximum(self._root + np.sqrt(self._root * self._root + cost_model.cell * spare_s), _TINY)
+        low = (spare_s - cost_model.wide * columns) / np.maximum(cost_model.tall + cost_model.cell * columns, _TINY)
+        thin = (spare_s - cost_model.tall * rows) / np.maximum(cost_model.wide + cost_model.cell * rows, _TINY)
         one = np.where(
             side * self._aspect > columns,
             columns * np.minimum(low, rows),
@@ -135,7 +137,7 @@ class Areas:
         return cells
 
     def span_s(self, cells: float) -> float:
-        """The fluid bound: no tiling ends before this, even if every device had its best shape."""
+        """The relaxed bound: no tiling ends before this, even if every device had its best shape."""
         return least_span(
             lambda span_s: float(np.minimum(self.within(span_s), cells).sum()) >= cells, 0.0, 1e-3, PRECISION / 10
         )

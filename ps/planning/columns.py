@@ -1,11 +1,11 @@
-"""Columns of devices that cover a product, or each entry of a batched one.
+"""Columns of devices that cover a product, or each matrix of a batched one.
 
 Devices sorted by the side of their ideal rectangle fill columns from top to bottom. Once the members of each column are
 chosen, all widths and the time T follow from two conditions: the heights of every column add up to the product's
 length, and the widths to its breadth. A few numbers of columns are tried, in both orientations. Finally widths and
 heights are rounded to whole numbers; each column gives its rows to the devices that end soonest.
 
-A batched product with many more devices than entries is covered by one team per entry. Teams dealt from a ranking
+A batched product with many more devices than matrices is covered by one team per matrix. Teams dealt from a ranking
 resemble each other, so all have the same columns, and are solved at once, each with a time of its own.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import PRECISION, Areas, Integers, Law, Numbers, PackingError
+from ps.planning.capacity import PRECISION, Areas, CostModel, Integers, Numbers, PackingError
 
 NEARLY = 1.01  # arrangements of columns this near to the best are examined more closely
 FINALISTS = 3
@@ -36,7 +36,7 @@ CLOSE = 1e-6  # of a length: Newton has converged
 class Columns:
     """Which device is in which column: devices column by column, columns team by team."""
 
-    law: Law  # in the order of the columns
+    cost_model: CostModel  # in the order of the columns
     order: Integers  # indices of the devices
     starts: Integers  # first member of each column
     member: Integers  # column of each device
@@ -48,12 +48,12 @@ class Columns:
     def solved(self, near_s: float) -> tuple[Numbers, Numbers] | None:
         """The time of each team and the width of each column, as real numbers: Newton on all of them at once. None if
         it does not converge, mostly because a column is too weak for its length at any width."""
-        areas = np.add.reduceat(Areas(self.law, 1 << 40, 1 << 40).within(near_s), self.starts)
+        areas = np.add.reduceat(Areas(self.cost_model, 1 << 40, 1 << 40).within(near_s), self.starts)
         widths = areas * self.breadth / np.maximum(np.add.reduceat(areas, self.team_starts), 1e-300)[self.team]
         widths = np.maximum(widths, 1e-6 * self.breadth)
         spans_s = np.full(len(self.team_starts), near_s)
         for _ in range(NEWTON_STEPS):
-            heights, by_width, by_time = self.law.slopes(spans_s[self.team][self.member], widths[self.member])
+            heights, by_width, by_time = self.cost_model.slopes(spans_s[self.team][self.member], widths[self.member])
             excess = np.add.reduceat(heights, self.starts) - self.length
             missing = self.breadth - np.add.reduceat(widths, self.team_starts)
             if (np.abs(excess) <= CLOSE * self.length).all() and (np.abs(missing) <= CLOSE * self.breadth).all():
@@ -93,14 +93,16 @@ class Columns:
         low, high = np.zeros(len(self.starts)), np.full(len(self.starts), self.breadth * 1.01)
         for _ in range(40):
             width = (low + high) / 2
-            heights = np.maximum(self.law.heights(spread_s, width[self.member]), 0.0)
+            heights = np.maximum(self.cost_model.heights(spread_s, width[self.member]), 0.0)
             enough = np.add.reduceat(heights, self.starts) >= self.length
             low, high = np.where(enough, width, low), np.where(enough, high, width)
         return low
 
     def whole_heights(self, widths: Integers, spans_s: Numbers) -> Integers:
         """Whole rows that each device covers at its column's width within its column's time."""
-        heights = np.minimum(self.law.heights(spans_s[self.member], widths[self.member]), self.length[self.member])
+        heights = np.minimum(
+            self.cost_model.heights(spans_s[self.member], widths[self.member]), self.length[self.member]
+        )
         return np.maximum(np.floor(heights * (1 + 1e-12) + 1e-9), 0.0).astype(np.int64)
 
     def whole_spans(self, widths: Integers, near_s: Numbers) -> Numbers:
@@ -131,7 +133,7 @@ class Columns:
         """About when the heights of each column, as real numbers, add up to the target."""
         spans_s, spread = near_s, widths[self.member].astype(np.float64)
         for _ in range(6):
-            heights, _, by_time = self.law.slopes(spans_s[self.member], spread)
+            heights, _, by_time = self.cost_model.slopes(spans_s[self.member], spread)
             excess = np.add.reduceat(heights, self.starts) - target
             if (np.abs(excess) <= CLOSE * target).all():
                 break
@@ -149,15 +151,17 @@ class Covered:
     turned: bool  # the columns of devices lie along the rows of the product
 
 
-def pack_columns(laws: tuple[Law, Law], teams: int, rows: int, columns: int, bound_s: float) -> Covered:
-    """Columns of devices, in each of `teams` equal products. `laws`: upright, and turned (columns are rows)."""
-    areas = Areas(laws[0], rows, columns).within(bound_s * 1.005)
+def pack_columns(
+    cost_models: tuple[CostModel, CostModel], teams: int, rows: int, columns: int, bound_s: float
+) -> Covered:
+    """Columns of devices, in each of `teams` equal products. `cost_models`: upright, and turned (columns are rows)."""
+    areas = Areas(cost_models[0], rows, columns).within(bound_s * 1.005)
     dealt = _dealt(areas, teams)
     found: list[_Solved] = []
     difficult: list[tuple[Columns, bool]] = []
-    for turned, law in enumerate(laws):
+    for turned, cost_model in enumerate(cost_models):
         length, breadth = (columns, rows) if turned else (rows, columns)
-        heights = _ideal_heights(law, areas, length, breadth, bound_s)
+        heights = _ideal_heights(cost_model, areas, length, breadth, bound_s)
         seats = dealt
         if teams == 1:  # all devices in a column share one width
             seats = dealt[np.argsort(-(areas / np.maximum(heights, 1e-300))[dealt[:, 0]], kind="stable")]
@@ -165,12 +169,12 @@ def pack_columns(laws: tuple[Law, Law], teams: int, rows: int, columns: int, bou
         ideal = int(sides.sum() / length)
         for count in sorted({max(1, min(ideal + more, len(sides), breadth)) for more in COLUMN_COUNTS}):
             starts = _column_starts(sides, count)
-            made = _columns(law, seats, starts, length, breadth)
+            made = _columns(cost_model, seats, starts, length, breadth)
             solution = made.solved(min((other.span_s for other in found), default=bound_s * 1.01))
             if solution is None:
                 difficult.append((made, bool(turned)))
             else:
-                found.append(_Solved(*solution, made, bool(turned), law, starts, seats))
+                found.append(_Solved(*solution, made, bool(turned), cost_model, starts, seats))
     if not found:
         for made, tilted in difficult:
             with contextlib.suppress(PackingError):
@@ -201,7 +205,7 @@ class _Solved:
     widths: Numbers
     made: Columns
     turned: bool
-    law: Law | None = None  # of all devices
+    cost_model: CostModel | None = None  # of all devices
     starts: Integers | None = None  # first round of each column
     seats: Integers | None = None
 
@@ -211,14 +215,14 @@ class _Solved:
 
     def evened(self, areas: Numbers) -> _Solved | None:
         """Let each team that ends late exchange a member with one that ends soon. None if that is no better."""
-        if self.law is None or self.seats is None or self.starts is None:
+        if self.cost_model is None or self.seats is None or self.starts is None:
             return None
         seats = _exchanged(self.seats, areas, self.spans_s)
-        made = _columns(self.law, seats, self.starts, int(self.made.length[0]), self.made.breadth)
+        made = _columns(self.cost_model, seats, self.starts, int(self.made.length[0]), self.made.breadth)
         solution = made.solved(self.span_s)
         if solution is None or solution[0].max() >= self.span_s:
             return None
-        return _Solved(*solution, made, self.turned, self.law, self.starts, seats)
+        return _Solved(*solution, made, self.turned, self.cost_model, self.starts, seats)
 
 
 def _exchanged(seats: Integers, areas: Numbers, spans_s: Numbers) -> Integers:
@@ -239,11 +243,11 @@ def _exchanged(seats: Integers, areas: Numbers, spans_s: Numbers) -> Integers:
     return seats
 
 
-def _ideal_heights(law: Law, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:
+def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:
     """The height of the rectangle with which each device covers most in this time; about, among a few shapes."""
-    squares = np.sqrt(areas * law.tall[0] / law.wide[0])  # a slab that is used often is cheap
+    squares = np.sqrt(areas * cost_model.tall[0] / cost_model.wide[0])  # a slab that is used often is cheap
     widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
-    heights = np.stack([np.clip(law.heights(span_s, width), 0, length) for width in widths])
+    heights = np.stack([np.clip(cost_model.heights(span_s, width), 0, length) for width in widths])
     covered = (
         heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** LONG
     )  # among equals, the one nearest to a square
@@ -279,7 +283,7 @@ def _column_starts(sides: Numbers, count: int) -> Integers:
     return np.unique(column, return_index=True)[1]
 
 
-def _columns(law: Law, seats: Integers, starts: Integers, length: int, breadth: int) -> Columns:
+def _columns(cost_model: CostModel, seats: Integers, starts: Integers, length: int, breadth: int) -> Columns:
     rounds, teams = seats.shape
     column = np.zeros(rounds, np.int64)
     column[starts[1:]] = 1
@@ -290,7 +294,7 @@ def _columns(law: Law, seats: Integers, starts: Integers, length: int, breadth: 
     order, member = order[present], place[present]
     first = np.searchsorted(member, np.arange(len(starts) * teams))
     return Columns(
-        law=law.take(order),
+        cost_model=cost_model.take(order),
         order=order,
         starts=first,
         member=member,
@@ -317,7 +321,7 @@ def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: b
         rank -= made.team_starts[made.team]
         widths = widths + np.where(willing & (rank < np.abs(missing)[made.team]), change, 0)
     heights = fitted_heights(made, widths, made.whole_spans(widths, near_s))
-    ends_s = made.law.fixed_s + made.law.loads(heights, widths[made.member]).max(axis=0)
+    ends_s = made.cost_model.fixed_s + made.cost_model.loads(heights, widths[made.member]).max(axis=0)
     running = np.cumsum(widths)
     left = running - widths - made.breadth * made.team
     bottom = np.cumsum(heights)
@@ -332,7 +336,7 @@ def fitted_heights(made: Columns, widths: Integers, spans_s: Numbers) -> Integer
     """Whole heights that add up to exactly the length of each column, given times in which they reach at least that."""
     heights = made.whole_heights(widths, spans_s)
     while (excess := np.add.reduceat(heights, made.starts) - made.length).any():  # a row less for the last to end
-        busy_s = made.law.fixed_s + made.law.loads(heights, widths[made.member]).max(axis=0)
+        busy_s = made.cost_model.fixed_s + made.cost_model.loads(heights, widths[made.member]).max(axis=0)
         ranking = np.lexsort((-np.where(heights > 0, busy_s, -np.inf), made.member))
         rank = np.arange(len(ranking)) - made.starts[made.member[ranking]]
         cut = ranking[rank < excess[made.member[ranking]]]

@@ -111,7 +111,7 @@ def alone_s(block: Passage) -> float:
 
 
 @dataclass(slots=True)
-class Stages:
+class QueueTimes:
     """Seconds, or points in time, of the three queues."""
 
     down_s: float = 0.0
@@ -160,7 +160,7 @@ class Stages:
         )
 
 
-def after(busy_s: tuple[float, float, float], waiting: Stages, count: int) -> tuple[float, float, float]:
+def after(busy_s: tuple[float, float, float], waiting: QueueTimes, count: int) -> tuple[float, float, float]:
     """How long the queues will be busy if `count` blocks of this total follow what they have: exact for equal
     blocks."""
     if not count:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ps.planning.capacity import least_span
 from ps.planning.cost import Integers, Numbers
 from ps.planning.plans import Level, Request
-from ps.planning.teams import PACKING_LOSS, Fluid
+from ps.planning.teams import PACKING_LOSS, Relaxation
 
 PRECISION = 0.01  # of the time of a pass
 STRETCH = 1.2  # exponent fitted between a level's time t and 1.2 t
@@ -63,21 +63,22 @@ def teams(levels: Sequence[Level], profiles: NDArray[np.void]) -> list[Team]:
 class _Pass:
     def __init__(self, levels: Sequence[Level], profiles: NDArray[np.void]) -> None:
         self._levels, self._count = levels, len(profiles)
-        urgent = [level.urgent for level in levels if level.urgent]
-        patient = tuple(request for level in levels for request in level.patient)
-        fluids = {
-            r: Fluid.of(r, profiles) for r in dict.fromkeys(r for requests in (*urgent, patient) for r in requests)
+        critical = [level.critical for level in levels if level.critical]
+        deferred = tuple(request for level in levels for request in level.deferred)
+        relaxations = {
+            r: Relaxation.of(r, profiles)
+            for r in dict.fromkeys(r for requests in (*critical, deferred) for r in requests)
         }
-        self._spans = {requests: _Span.of(requests, fluids, self._count) for requests in urgent}
+        self._spans = {requests: _Span.of(requests, relaxations, self._count) for requests in critical}
         # when the pass ends if all deferred products are done after the rest
-        self.held_back_s = sum(self._spans[requests].whole_s for requests in urgent)
-        self.held_back_s += _Span.of(patient, fluids, self._count).whole_s
-        self._slow = {r: Fluid.of(r, profiles, until_s=self.held_back_s) for r in dict.fromkeys(patient)}
-        last = levels[-1].urgent + levels[-1].patient
-        self._last = _Span.of(last, fluids, self._count)
+        self.held_back_s = sum(self._spans[requests].whole_s for requests in critical)
+        self.held_back_s += _Span.of(deferred, relaxations, self._count).whole_s
+        self._slow = {r: Relaxation.of(r, profiles, until_s=self.held_back_s) for r in dict.fromkeys(deferred)}
+        last = levels[-1].critical + levels[-1].deferred
+        self._last = _Span.of(last, relaxations, self._count)
         # seconds that the pass loses without a device, to first order
         self._worth = np.full(self._count, 1e-12)
-        for requests in urgent:
+        for requests in critical:
             self._worth += self._spans[requests].worth
 
     def ends_s(self, by_s: float) -> tuple[float, list[Team]]:
@@ -91,13 +92,13 @@ class _Pass:
                     left[devices] = True
             away = [one for one in away if one[0] > now_s]
             team, takes_s = Team(NONE, 0.0), 0.0
-            if level.patient:
-                team, takes_s = self._taken(level.patient, AIM * max(0.0, by_s - now_s), left)
+            if level.deferred:
+                team, takes_s = self._taken(level.deferred, AIM * max(0.0, by_s - now_s), left)
             found.append(team)
             left[team.devices] = False
             away.append((now_s + takes_s, team.devices))
-            if level.urgent:
-                now_s += self._spans[level.urgent].without_s(left)
+            if level.critical:
+                now_s += self._spans[level.critical].without_s(left)
         return now_s + self._last.without_s(left), found
 
     def _taken(self, requests: tuple[Request, ...], span_s: float, left: Devices) -> tuple[Team, float]:
@@ -126,15 +127,15 @@ class _Span:
     power: float  # cells grow with time to this power
 
     @classmethod
-    def of(cls, requests: tuple[Request, ...], fluids: Mapping[Request, Fluid], count: int) -> _Span:
+    def of(cls, requests: tuple[Request, ...], relaxations: Mapping[Request, Relaxation], count: int) -> _Span:
         def crowding(span_s: float) -> float:
-            return float(_crowding(requests, _cells(requests, fluids, count, span_s).sum(axis=1)))
+            return float(_crowding(requests, _cells(requests, relaxations, count, span_s).sum(axis=1)))
 
-        longest_s = max(fluids[request].span_s for request in requests)
+        longest_s = max(relaxations[request].span_s for request in requests)
         whole_s = least_span(lambda span_s: crowding(span_s) <= 1, 0.0, longest_s, PRECISION)
         grown = crowding(whole_s) / max(crowding(STRETCH * whole_s), 1e-300)
         power = max(1.0, math.log(max(grown, 1.0)) / math.log(STRETCH))
-        return cls(requests, whole_s, _cells(requests, fluids, count, whole_s), power)
+        return cls(requests, whole_s, _cells(requests, relaxations, count, whole_s), power)
 
     def without_s(self, left: Devices) -> float:
         crowding = float(_crowding(self.requests, self.cells @ left))
@@ -147,11 +148,13 @@ class _Span:
         return self.whole_s / self.power * lost
 
 
-def _cells(requests: tuple[Request, ...], fluids: Mapping[Request, Fluid], count: int, span_s: float) -> Numbers:
+def _cells(
+    requests: tuple[Request, ...], relaxations: Mapping[Request, Relaxation], count: int, span_s: float
+) -> Numbers:
     """Cells of each distinct product that each device covers in that time, in one or several such products in turn."""
     table = np.zeros((len(Counter(requests)), count))
     for row, request in zip(table, Counter(requests), strict=True):
-        row[fluids[request].index] = fluids[request].areas.within(span_s)
+        row[relaxations[request].index] = relaxations[request].areas.within(span_s)
     return table
 
 

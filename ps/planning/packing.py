@@ -1,8 +1,8 @@
-"""Exact tilings near the fluid bound: the geometry behind planning.
+"""Exact tilings near the relaxed bound: the geometry behind planning.
 
 The cost model of ps/planning/capacity.py says what a device covers in a time. A plain product is covered by columns of
-devices (ps/planning/columns.py). A device of a batched product takes whole entries and one piece of a further entry;
-pieces are gathered until they fill an entry. With many more devices than entries there is one team per entry. `Rates`
+devices (ps/planning/columns.py). A device of a batched product takes whole matrices and one piece of a further matrix;
+pieces are gathered until they fill a matrix. With many more devices than matrices there is one team per matrix. `Rates`
 is the model of devices that stream everything, used by `cleave plan`: T = latency + max(download, compute, upload).
 
 Pure functions of arrays; nothing here knows about networks or protocols.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import PRECISION, Areas, Integers, Law, Numbers, PackingError, least_span
+from ps.planning.capacity import PRECISION, Areas, CostModel, Integers, Numbers, PackingError, least_span
 from ps.planning.columns import pack_columns
 
 __all__ = ["PackingError", "Rates", "Tiling", "halved", "packed", "tile"]
@@ -54,10 +54,10 @@ class Rates:
             self.latency_s[index], self.perimeter_per_s[index], self.cells_per_s[index], self.most_cells[index]
         )
 
-    def law(self) -> Law:
+    def cost_model(self) -> CostModel:
         side_s, cell_s, nothing = 1 / self.perimeter_per_s, 1 / self.cells_per_s, np.zeros(len(self))
         sides = np.stack([side_s, nothing])
-        return Law(self.latency_s, sides, sides, np.stack([nothing, cell_s]), self.most_cells)
+        return CostModel(self.latency_s, sides, sides, np.stack([nothing, cell_s]), self.most_cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +71,35 @@ class Tiling:
 
 def tile(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
     """Rectangles that cover every cell of the product exactly once, each small enough for its device."""
-    law = rates.law()
-    return packed((law, law), batch, rows, columns)
+    cost_model = rates.cost_model()
+    return packed((cost_model, cost_model), batch, rows, columns)
 
 
-def packed(laws: tuple[Law, Law], batch: int, rows: int, columns: int) -> Tiling:
-    """The same for any cost model. `laws`: upright, and turned, where its columns are the product's rows."""
-    able = np.flatnonzero(laws[0].most_cells >= 1)
+def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int) -> Tiling:
+    """The same for any cost model. `cost_models`: upright, and turned, where its columns are the product's rows."""
+    able = np.flatnonzero(cost_models[0].most_cells >= 1)
     if not len(able):
-        raise PackingError(f"none of {len(laws[0])} devices can hold even one cell of the output")
-    if len(able) < len(laws[0]):
-        laws = laws[0].take(able), laws[1].take(able)
-    areas = Areas(laws[0], rows, columns)
+        raise PackingError(f"none of {len(cost_models[0])} devices can hold even one cell of the output")
+    if len(able) < len(cost_models[0]):
+        cost_models = cost_models[0].take(able), cost_models[1].take(able)
+    areas = Areas(cost_models[0], rows, columns)
     bound_s = areas.span_s(float(batch) * rows * columns)
     # A device whose share does not fit its memory takes several rectangles: it counts as several smaller devices.
     share = np.minimum(areas.within(bound_s), float(rows) * columns)
-    parts = np.clip(np.ceil(1.02 * share / laws[0].most_cells), 1, MOST_PARTS).astype(np.int64)
+    parts = np.clip(np.ceil(1.02 * share / cost_models[0].most_cells), 1, MOST_PARTS).astype(np.int64)
     several = np.repeat(np.arange(len(able)), parts)
-    split = laws
+    split = cost_models
     if len(several) > len(able):
-        split = laws[0].take(several).divided(parts[several]), laws[1].take(several).divided(parts[several])
+        split = (
+            cost_models[0].take(several).divided(parts[several]),
+            cost_models[1].take(several).divided(parts[several]),
+        )
     best: Tiling | None = None
     for by_teams in (False, True) if batch > 1 else (True,):
         # teams of one or two have no choice of shape
         if best and (len(able) < 2 * batch or best.makespan_s <= GOOD_ENOUGH * bound_s):
             break
-        pack = _pack_teams if by_teams else pack_entries
+        pack = _pack_teams if by_teams else pack_batch
         try:
             tiles, owner, turned = pack(split, batch, rows, columns, bound_s)
             owner = several[owner]
@@ -104,11 +107,13 @@ def packed(laws: tuple[Law, Law], batch: int, rows: int, columns: int) -> Tiling
             # too little memory for that: pack as if there were enough, and halve what is too big
             if best:
                 break
-            tiles, owner, turned = pack((laws[0].boundless(), laws[1].boundless()), batch, rows, columns, bound_s)
-            most_cells = laws[0].most_cells
+            tiles, owner, turned = pack(
+                (cost_models[0].boundless(), cost_models[1].boundless()), batch, rows, columns, bound_s
+            )
+            most_cells = cost_models[0].most_cells
             tiles, owner = halved(tiles, owner, lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > most_cells[o])  # noqa: B023
         seen = tiles[:, [0, 1, 4, 5, 2, 3]] if turned else tiles
-        made = Tiling(tiles, able[owner], bound_s, laws[turned].ends_s(seen, owner), turned)
+        made = Tiling(tiles, able[owner], bound_s, cost_models[turned].ends_s(seen, owner), turned)
         if best is None or made.makespan_s < best.makespan_s:
             best = made
     assert best is not None
@@ -116,10 +121,10 @@ def packed(laws: tuple[Law, Law], batch: int, rows: int, columns: int) -> Tiling
 
 
 def _pack_teams(
-    laws: tuple[Law, Law], batch: int, rows: int, columns: int, bound_s: float
+    cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int, bound_s: float
 ) -> tuple[Integers, Integers, bool]:
-    """One team per entry; a plain product has one entry, and a team of all devices."""
-    made = pack_columns(laws, batch, rows, columns, bound_s)
+    """One team per matrix; a plain product has one matrix, and a team of all devices."""
+    made = pack_columns(cost_models, batch, rows, columns, bound_s)
     return np.column_stack([made.team, np.ones_like(made.team), made.tiles]), made.owner, made.turned
 
 
@@ -143,23 +148,27 @@ def halved(
 
 # ---- batched products
 
-ENTRY_PRECISION = 5e-4  # of T: whole entries make it a staircase anyway
+BATCH_PRECISION = 5e-4  # of T: whole matrices make it a staircase anyway
 
 Piece = tuple[int, int]  # device, rows
-Entries = tuple[Integers, list[list[Piece]]]  # whole entries of each device; groups of pieces that fill one entry each
+BatchShares = tuple[
+    Integers, list[list[Piece]]
+]  # whole matrices of each device; groups of pieces that fill one matrix each
 
 
-def pack_entries(
-    laws: tuple[Law, Law], batch: int, rows: int, columns: int, bound_s: float
+def pack_batch(
+    cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int, bound_s: float
 ) -> tuple[Integers, Integers, bool]:
-    """Whole entries for fast devices, pieces of entries for all: blocks [k, 6], their devices, and whether pieces are
+    """Whole matrices for fast devices, pieces of matrices for all: blocks [k, 6], their devices, and whether pieces are
     cut along the columns."""
     best: tuple[float, bool, Integers, list[list[Piece]]] | None = None
-    for turned, law in enumerate(laws):
+    for turned, cost_model in enumerate(cost_models):
         length, breadth = (columns, rows) if turned else (rows, columns)
 
-        def attempt(span_s: float, law: Law = law, length: int = length, breadth: int = breadth) -> Entries | None:
-            return _fill_entries(law, span_s, batch, length, breadth)
+        def attempt(
+            span_s: float, cost_model: CostModel = cost_model, length: int = length, breadth: int = breadth
+        ) -> BatchShares | None:
+            return _fill_batch(cost_model, span_s, batch, length, breadth)
 
         if best is not None and attempt(best[0] * (1 - 2 * PRECISION)) is None:
             continue
@@ -169,7 +178,7 @@ def pack_entries(
                 lambda s, attempt=attempt: attempt(s) is not None,  # type: ignore[misc]
                 bound_s * 0.999,
                 high,
-                ENTRY_PRECISION,
+                BATCH_PRECISION,
             )
         except PackingError:
             continue
@@ -177,26 +186,26 @@ def pack_entries(
         assert made is not None
         best = (span_s, bool(turned), *made)
     if best is None:
-        raise PackingError("no time is long enough: no device can take even one row of an entry")
+        raise PackingError("no time is long enough: no device can take even one row of a matrix")
     _, turned, whole, groups = best
-    return *_entry_tiles(batch, rows, columns, turned, whole, groups), turned
+    return *_matrix_tiles(batch, rows, columns, turned, whole, groups), turned
 
 
-def _fill_entries(law: Law, span_s: float, batch: int, length: int, breadth: int) -> Entries | None:
-    """Whole entries of each device, and the groups of pieces that fill the rest. None if they do not suffice."""
-    spare_s = np.maximum(span_s - law.fixed_s, 0.0)
-    entry_s = law.wide * breadth + law.tall * length + law.cell * (float(length) * breadth)
-    possible = np.minimum((spare_s / entry_s).min(axis=0), law.most_cells / (float(length) * breadth))
+def _fill_batch(cost_model: CostModel, span_s: float, batch: int, length: int, breadth: int) -> BatchShares | None:
+    """Whole matrices of each device, and the groups of pieces that fill the rest. None if they do not suffice."""
+    spare_s = np.maximum(span_s - cost_model.fixed_s, 0.0)
+    entry_s = cost_model.wide * breadth + cost_model.tall * length + cost_model.cell * (float(length) * breadth)
+    possible = np.minimum((spare_s / entry_s).min(axis=0), cost_model.most_cells / (float(length) * breadth))
     whole = np.floor(np.minimum(possible, batch) + 1e-9).astype(np.int64)
     missing = batch - int(whole.sum())
     if missing <= 0:
         return whole, []
     left_s = spare_s - whole * entry_s
-    held = law.most_cells / breadth - whole * length
-    row_s = law.tall + law.cell * breadth
+    held = cost_model.most_cells / breadth - whole * length
+    row_s = cost_model.tall + cost_model.cell * breadth
 
     def rows_of(columns_loaded: int) -> Integers:
-        rows = np.minimum(((left_s - columns_loaded * breadth * law.wide) / row_s).min(axis=0), held)
+        rows = np.minimum(((left_s - columns_loaded * breadth * cost_model.wide) / row_s).min(axis=0), held)
         whole_rows: Integers = np.floor(np.clip(rows + 1e-9, 0, length)).astype(np.int64)
         return whole_rows
 
@@ -246,23 +255,23 @@ def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: 
     return groups
 
 
-def _entry_tiles(
+def _matrix_tiles(
     batch: int, rows: int, columns: int, turned: bool, whole: Integers, groups: list[list[Piece]]
 ) -> tuple[Integers, Integers]:
     tiles: list[tuple[int, int, int, int, int, int]] = []
     owner: list[int] = []
-    entry = 0
+    matrix = 0
     for device in np.flatnonzero(whole).tolist():
-        count = min(int(whole[device]), batch - len(groups) - entry)
+        count = min(int(whole[device]), batch - len(groups) - matrix)
         if count > 0:
-            tiles.append((entry, count, 0, rows, 0, columns))
+            tiles.append((matrix, count, 0, rows, 0, columns))
             owner.append(device)
-            entry += count
+            matrix += count
     for group in groups:
         at = 0
         for device, size in group:
-            tiles.append((entry, 1, 0, rows, at, size) if turned else (entry, 1, at, size, 0, columns))
+            tiles.append((matrix, 1, 0, rows, at, size) if turned else (matrix, 1, at, size, 0, columns))
             owner.append(device)
             at += size
-        entry += 1
+        matrix += 1
     return np.array(tiles, np.int64), np.array(owner, np.int64)

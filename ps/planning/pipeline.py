@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import Areas, Law
+from ps.planning.capacity import Areas, CostModel
 from ps.planning.cost import BYTES, CHUNKS_HELD, LEAST_CHUNK, Integers, Numbers, chunk_length, usable_bytes
 from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
@@ -47,7 +47,7 @@ class Cuts:
 
     strips: Integers
     chunks: Integers
-    apart: NDArray[np.bool_]  # strips are entries of a batch, and share nothing
+    separate: NDArray[np.bool_]  # strips are matrices of a batch, and share nothing
     tapers: Numbers  # [2, k]: how many times larger the next strip is, upright and turned
 
     @classmethod
@@ -55,7 +55,7 @@ class Cuts:
         return cls(np.ones(count, np.int64), np.ones(count, np.int64), np.zeros(count, np.bool_), np.ones((2, count)))
 
 
-def running_laws(profiles: NDArray[np.void], request: Request, cuts: Cuts) -> tuple[Law, Law]:
+def running_cost_models(profiles: NDArray[np.void], request: Request, cuts: Cuts) -> tuple[CostModel, CostModel]:
     """Upright (strips along the rows) and turned (along the columns, which the model then calls rows)."""
     inner = request.shape.inner
     compute_s, up_s = 2 * inner / profiles["flops"], 8 * BYTES / profiles["up_bps"]
@@ -68,16 +68,16 @@ def running_laws(profiles: NDArray[np.void], request: Request, cuts: Cuts) -> tu
     streamed_too = _square(values / 2, CHUNKS_HELD * LEAST_CHUNK / 2)  # two outputs, and the shortest chunks
     most_cells = np.floor(np.maximum(whole, streamed_too) * (1 + 1e-12) + 1e-9)
 
-    def law(wide_s: Numbers, tall_s: Numbers, taper: Numbers) -> Law:
+    def cost_model(wide_s: Numbers, tall_s: Numbers, taper: Numbers) -> CostModel:
         first, last = strips_until(1, k, taper), 1 - strips_until(k - 1, k, taper)
-        wide = np.stack([wide_s, wide_s * np.where(cuts.apart, first, 1 / c)])
+        wide = np.stack([wide_s, wide_s * np.where(cuts.separate, first, 1 / c)])
         tall = np.stack([tall_s, tall_s * np.where(streamed, 1 / c, first)])
         ends_down = np.where(streamed, compute_s / c + up_s, (compute_s + up_s) * last)
         ends_up = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
         cell = np.stack([ends_down, np.where(streamed, compute_s + up_s, ends_up)])
-        return Law(fixed_s, wide, tall, cell, most_cells)
+        return CostModel(fixed_s, wide, tall, cell, most_cells)
 
-    return law(column_s, row_s, cuts.tapers[0]), law(row_s, column_s, cuts.tapers[1])
+    return cost_model(column_s, row_s, cuts.tapers[0]), cost_model(row_s, column_s, cuts.tapers[1])
 
 
 def strips_until(number: Integers | int, count: Integers, taper: Numbers) -> Numbers:
@@ -98,21 +98,21 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     """How to cut the ideal rectangle of each device if all are to end within `span_s`."""
     shape = request.shape
     cells = areas.within(span_s)
-    one = np.minimum(cells, float(shape.rows) * shape.columns)  # several entries of a batch are separate blocks
+    one = np.minimum(cells, float(shape.rows) * shape.columns)  # several matrices of a batch are separate blocks
     width = np.sqrt(one * request.right_uses / request.left_uses)
     width = np.clip(width, np.maximum(one / shape.rows, 1), shape.columns)
     height = np.clip(one / width, 1, shape.rows)
     rectangles = np.maximum(cells / np.maximum(one, 1e-300), 1)
-    apart = rectangles >= 2
-    everybody = slice(None)
-    down_s, compute_s, up_s = queue_seconds(profiles, everybody, shape, rectangles, height, width, height + width)
+    separate = rectangles >= 2
+    all_devices = slice(None)
+    down_s, compute_s, up_s = queue_seconds(profiles, all_devices, shape, rectangles, height, width, height + width)
     total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
     worth = np.clip(total_s / STRIP_S, 1, np.minimum(MOST_STRIPS, credit))
     if max(request.left_uses, request.right_uses) == 1:
         worth = np.where(credit < MOST_STRIPS, worth, np.clip(total_s / LONG_S, worth, MOST_LONG))
-    strips = np.where(apart, np.minimum(worth, rectangles), worth).astype(np.int64)
+    strips = np.where(separate, np.minimum(worth, rectangles), worth).astype(np.int64)
     budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
-    rows = np.ceil(height / np.where(apart, 1, strips)).astype(np.int64)
+    rows = np.ceil(height / np.where(separate, 1, strips)).astype(np.int64)
     whole = chunk_length(1, rows, shape.inner, columns, budget) == shape.inner
     chunk = chunk_length(1, np.ceil(height).astype(np.int64), shape.inner, columns, budget)
     chunks = -(-shape.inner // np.maximum(chunk, min(LEAST_CHUNK, shape.inner)))
@@ -124,8 +124,8 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
             _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
         ]
     )
-    tapers = np.where(apart, taper(down_s, compute_s, up_s, strips), tapers)
-    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), apart & whole, tapers)
+    tapers = np.where(separate, taper(down_s, compute_s, up_s, strips), tapers)
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, tapers)
 
 
 def _best_taper(
@@ -276,12 +276,12 @@ def ended_plan(
 def _first(tiles: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
     """Whether it is the first block of its device with this range, among those that come whole."""
     batch, size = int(tiles[:, :2].max()) + 1, int(tiles[:, axis : axis + 2].max()) + 1
-    entry = (device * batch + tiles[:, 0]) * batch + tiles[:, 1]
+    matrix = (device * batch + tiles[:, 0]) * batch + tiles[:, 1]
     span = tiles[:, axis] * size + tiles[:, axis + 1]
     whole = np.flatnonzero(chunks == 1)
-    order = whole[np.lexsort((span[whole], entry[whole]))]  # stable: the first of equal ones stays first
+    order = whole[np.lexsort((span[whole], matrix[whole]))]  # stable: the first of equal ones stays first
     first = np.ones(len(tiles), np.bool_)
-    first[order[1:]] = (np.diff(entry[order]) != 0) | (np.diff(span[order]) != 0)
+    first[order[1:]] = (np.diff(matrix[order]) != 0) | (np.diff(span[order]) != 0)
     return first
 
 

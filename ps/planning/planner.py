@@ -22,12 +22,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.adapt import adapted, welcomed
+from ps.planning.adapt import adapted, with_newcomers
 from ps.planning.cost import Integers
 from ps.planning.deferred import Team, teams
 from ps.planning.plans import Level, Plan, PlanError, Request, Shape
 from ps.planning.share_cap import NO_CAP, Cap, capped, keeps
-from ps.planning.teams import SLACK, Fluid, deal
+from ps.planning.teams import SLACK, Relaxation, deal
 from ps.planning.weighted_grid import grid_plan
 
 __all__ = ["Integers", "Level", "Plan", "PlanError", "Planner", "Question", "Request", "Shape", "adapted"]
@@ -50,11 +50,11 @@ NONE_BUSY: Integers = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Products that are ready at the same moment, critical ones first. The last `patient` of them are deferred: not
+    """Products that are ready at the same moment, critical ones first. The last `deferred` of them are deferred: not
     needed before the pass ends. `ahead`: the levels left until then."""
 
     requests: tuple[Request, ...]
-    patient: int = 0
+    deferred: int = 0
     ahead: tuple[Level, ...] = ()
 
     @classmethod
@@ -62,25 +62,25 @@ class Question:
         return asked if isinstance(asked, Question) else cls(tuple(asked))
 
     @property
-    def urgent(self) -> int:
-        return len(self.requests) - self.patient
+    def critical(self) -> int:
+        return len(self.requests) - self.deferred
 
     @property
     def level(self) -> Level:
-        return Level(self.requests[: self.urgent], self.requests[self.urgent :])
+        return Level(self.requests[: self.critical], self.requests[self.critical :])
 
     @property
-    def apart(self) -> bool:
+    def defers(self) -> bool:
         """Whether the deferred products are done beside the critical ones."""
-        return bool(self.patient and self.urgent and self.ahead)
+        return bool(self.deferred and self.critical and self.ahead)
 
-    def hurried(self, plans: list[Plan]) -> list[Plan]:
+    def critical_plans(self, plans: list[Plan]) -> list[Plan]:
         """The plans that other products wait for first."""
-        return plans[: self.urgent] if self.apart else plans
+        return plans[: self.critical] if self.defers else plans
 
     def ends_s(self, plans: list[Plan]) -> float:
         """When they end. Deferred products end later, and every further second of theirs costs as much."""
-        return _ends_s(plans) if not self.apart else _ends_s(plans[: self.urgent]) + _ends_s(plans[self.urgent :])
+        return _ends_s(plans) if not self.defers else _ends_s(plans[: self.critical]) + _ends_s(plans[self.critical :])
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Planner:
         kept = self._cache[question]
         if kept.revision == max(revised.values(), default=0) and np.isin(kept.able, able).all():
             return  # no device is missing; which are busy by then is not known yet
-        if not (question.patient or question.ahead):  # another pass: by then no device is busy
+        if not (question.deferred or question.ahead):  # another pass: by then no device is busy
             busy = NONE_BUSY
         if SOLVING_S * len(question.requests) <= MOST_AHEAD_S:
             with suppress(PlanError):  # the error is raised again when the question is asked
@@ -189,18 +189,18 @@ class Planner:
                 return kept.plans
         if self.kind == "grid":
             plans = gridded(question.requests, profiles, able)
-        elif question.apart:
-            plans = self._solved_apart(question, profiles, able, fleet)
+        elif question.defers:
+            plans = self._solved_beside(question, profiles, able, fleet)
         else:
             plans = solved(question.requests, profiles, able)
         if self.cap.share < 1.0:
             solve = gridded if self.kind == "grid" else solved
-            beside = question.patient if question.apart else 0
+            beside = question.deferred if question.defers else 0
             plans = capped(self.cap, question.requests, plans, profiles, able, solve, question.ends_s, beside)
         self.remember(question, able, plans, revision)
         return plans
 
-    def _solved_apart(self, question: Question, profiles: NDArray[np.void], able: Integers, fleet: int) -> list[Plan]:
+    def _solved_beside(self, question: Question, profiles: NDArray[np.void], able: Integers, fleet: int) -> list[Plan]:
         """Plan the deferred products on a team that ends them with the pass, the rest on the other devices. Teams are
         found for a whole pass at once, and again when the remaining devices of one would be late, or the fleet has
         grown."""
@@ -221,9 +221,9 @@ class Planner:
             there: Integers = team.devices[np.isin(team.devices, able)]
             if not len(there):
                 continue
-            patient = solved(level.patient, profiles, there)
-            if not known or _ends_s(patient) <= LATE * team.span_s:
-                return solved(level.urgent, profiles, np.setdiff1d(able, there, assume_unique=True)) + patient
+            deferred = solved(level.deferred, profiles, there)
+            if not known or _ends_s(deferred) <= LATE * team.span_s:
+                return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
         return solved(question.requests, profiles, able)
 
     def has_ready(
@@ -269,9 +269,11 @@ class Planner:
         except PlanError:  # no remaining device has the memory for some rectangle
             return False
         if self.kind == "packed" and len(joined):
-            hurried = question.hurried(plans)
-            later = int(np.argmax([plan.makespan_s for plan in hurried]))  # the one that ends last needs help most
-            plans[later] = welcomed(plans[later], question.requests[later].shape, joined, profiles)
+            critical_plans = question.critical_plans(plans)
+            later = int(
+                np.argmax([plan.makespan_s for plan in critical_plans])
+            )  # the one that ends last needs help most
+            plans[later] = with_newcomers(plans[later], question.requests[later].shape, joined, profiles)
             kept.uses += 1
         if not self._worth_keeping(kept, question.ends_s(plans), used):
             return False
@@ -346,18 +348,20 @@ def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integ
 def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
     """Plans of products that are ready at the same moment: by teams, or in turn if that is modelled to end sooner."""
     mine = profiles[able]
-    over_all = {request: Fluid.of(request, mine) for request in dict.fromkeys(requests)}  # many are equal
-    fluids = [over_all[request] for request in requests]
+    over_all = {request: Relaxation.of(request, mine) for request in dict.fromkeys(requests)}  # many are equal
+    relaxations = [over_all[request] for request in requests]
     best: list[Plan] = []
-    harder = np.ones(len(requests))  # than the fluid bound says: whole numbers cost each product differently
+    harder = np.ones(len(requests))  # than the relaxed bound says: whole numbers cost each product differently
     for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
-        teams = deal(fluids, harder, len(able))
+        teams = deal(relaxations, harder, len(able))
         if not teams or not all(len(team) for team in teams):
             break
-        alone = [Fluid.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
-        if max(fluid.span_s for fluid in alone) > SLACK * sum(fluid.span_s for fluid in fluids):
+        alone = [Relaxation.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
+        if max(relaxation.span_s for relaxation in alone) > SLACK * sum(
+            relaxation.span_s for relaxation in relaxations
+        ):
             break
-        plans = [fluid.plan(profiles, able, few=False) for fluid in alone]
+        plans = [relaxation.plan(profiles, able, few=False) for relaxation in alone]
         if best and _ends_s(plans) >= _ends_s(best):
             break
         best = plans
@@ -365,4 +369,4 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
         if ends_s.max() <= SLACK * ends_s.mean():
             break  # they end close enough together
         harder = harder * ends_s / ends_s.mean()
-    return best or [fluid.plan(profiles, able, few=True) for fluid in fluids]
+    return best or [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]

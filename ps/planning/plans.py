@@ -45,8 +45,8 @@ class Request:
 class Level:
     """Products of a pass that become ready at the same moment."""
 
-    urgent: tuple[Request, ...]  # critical: the next level waits for them
-    patient: tuple[Request, ...] = ()  # deferred: no product waits for them before the pass ends
+    critical: tuple[Request, ...]  # critical: the next level waits for them
+    deferred: tuple[Request, ...] = ()  # deferred: no product waits for them before the pass ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import Areas, Law, least_span
+from ps.planning.capacity import Areas, CostModel, least_span
 from ps.planning.cost import BYTES, Integers, Numbers, usable_bytes
 from ps.planning.plans import Shape
 from ps.planning.weighted_grid import SLACK, divided
@@ -72,7 +72,7 @@ def _shares(
     total: float,
 ) -> Numbers:
     """Cells for each device; together at least as many as are needed."""
-    soon, late = (Areas(_law(profiles, inner, busy_s), *largest) for busy_s in (sent_s, all_s))
+    soon, late = (Areas(_cost_model(profiles, inner, busy_s), *largest) for busy_s in (sent_s, all_s))
 
     def within(span_s: float) -> bool:
         return float(np.minimum(late.within(span_s), total).sum()) >= total
@@ -91,18 +91,18 @@ def _soonest(profiles: NDArray[np.void], inner: int, busy_s: Numbers, cells: flo
     """The devices that would end soonest with a square of this many cells; the others need no closer look."""
     if len(profiles) <= most:
         return np.arange(len(profiles))
-    law, side = _law(profiles, inner, busy_s), np.array([max(1.0, cells**0.5)])
-    ends_s = (law.fixed_s + law.loads(side, side)).max(axis=0)
+    cost_model, side = _cost_model(profiles, inner, busy_s), np.array([max(1.0, cells**0.5)])
+    ends_s = (cost_model.fixed_s + cost_model.loads(side, side)).max(axis=0)
     return np.sort(np.argsort(ends_s, kind="stable")[:most])
 
 
-def _law(profiles: NDArray[np.void], inner: int, busy_s: Numbers) -> Law:
+def _cost_model(profiles: NDArray[np.void], inner: int, busy_s: Numbers) -> CostModel:
     """A block passes the three queues in order, each after what is in it: three sums, and the longest counts."""
     side_s, nothing = 8.0 * BYTES * inner / profiles["down_bps"], np.zeros(len(profiles))
     compute_s, up_s = 2.0 * inner / profiles["flops"], 8.0 * BYTES / profiles["up_bps"]
     back_s = profiles["latency_s"]
     sides = np.stack([side_s, nothing, nothing])
-    return Law(
+    return CostModel(
         busy_s + np.stack([2 * back_s + profiles["overhead_s"], back_s + profiles["overhead_s"], back_s]),
         sides,
         sides,

@@ -12,51 +12,51 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import Areas, Law, least_span
+from ps.planning.capacity import Areas, CostModel, least_span
 from ps.planning.cost import Integers, Numbers
 from ps.planning.packing import packed
-from ps.planning.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_laws
+from ps.planning.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_cost_models
 from ps.planning.plans import Plan, Request
 from ps.planning.weighted_grid import able_devices
 
 # Using every device for a product costs bytes and messages and saves little: among teams that are modelled to end
 # within this factor of the best, the smallest is taken.
 SLACK = 1.02
-PACKING_LOSS = 0.02  # of the cells: promised by the fluid bound, lost to rectangles
+PACKING_LOSS = 0.02  # of the cells: promised by the relaxed bound, lost to rectangles
 TEAM_PRECISION = 1e-3  # of T; dealing whole devices is coarser
 
 
 @dataclass(frozen=True, slots=True)
-class Fluid:
+class Relaxation:
     """A product on a group of devices, before it is cut: how much of it each device can do in a given time."""
 
     request: Request
     index: Integers  # devices with enough memory
     cuts: Cuts
-    laws: tuple[Law, Law]
+    cost_models: tuple[CostModel, CostModel]
     areas: Areas
     span_s: float  # about when it could end: an estimate, by the upright model and with every overhead, not a bound
 
     @classmethod
     def of(
         cls, request: Request, profiles: NDArray[np.void], names: Integers | None = None, until_s: float = 0.0
-    ) -> Fluid:
+    ) -> Relaxation:
         """`names`: ids of the devices, instead of 0, 1, ...; `until_s`: it need not end before."""
         shape = request.shape
         index = able_devices(shape, profiles)
         profiles = profiles[index]
         cuts = Cuts.none(len(index))
-        laws = running_laws(profiles, request, cuts)
-        areas = Areas(laws[0], shape.rows, shape.columns)
+        cost_models = running_cost_models(profiles, request, cuts)
+        areas = Areas(cost_models[0], shape.rows, shape.columns)
         span_s = areas.span_s(float(shape.cells))
         # now the size of the rectangles is known
         wanted = cuts_within(profiles, request, areas, max(SLACK * span_s, until_s))
         if max(wanted.strips.max(), wanted.chunks.max()) > 1:
             cuts = wanted
-            laws = running_laws(profiles, request, cuts)
-            areas = Areas(laws[0], shape.rows, shape.columns)
+            cost_models = running_cost_models(profiles, request, cuts)
+            areas = Areas(cost_models[0], shape.rows, shape.columns)
             span_s = areas.span_s(float(shape.cells))
-        return cls(request, index if names is None else names[index], cuts, laws, areas, span_s)
+        return cls(request, index if names is None else names[index], cuts, cost_models, areas, span_s)
 
     def within(self, span_s: float) -> Numbers:
         return np.minimum(self.areas.within(span_s), float(self.request.shape.cells))
@@ -69,35 +69,35 @@ class Fluid:
             ranking = np.argsort(-cells, kind="stable")
             enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * (1 + PACKING_LOSS))) + 1
             chosen = np.sort(ranking[:enough])
-        laws = self.laws[0].take(chosen), self.laws[1].take(chosen)
-        tiling = packed(laws, shape.batch, shape.rows, shape.columns)
+        cost_models = self.cost_models[0].take(chosen), self.cost_models[1].take(chosen)
+        tiling = packed(cost_models, shape.batch, shape.rows, shape.columns)
         strips = self.cuts.strips[chosen[tiling.owner]]
         device = able[self.index[chosen[tiling.owner]]]
         return made_plan(*cut_tiles(tiling.tiles, device, strips, tiling.turned, shape, profiles), shape, profiles)
 
 
-def deal(fluids: list[Fluid], harder: Numbers, count: int) -> list[Integers]:
+def deal(relaxations: list[Relaxation], harder: Numbers, count: int) -> list[Integers]:
     """Deal the devices, largest first, always to the product with the largest share missing, until all would end
     together within SLACK of the best. No teams, if one product after another ends sooner."""
-    needed = harder * [float(fluid.request.shape.cells) for fluid in fluids]
+    needed = harder * [float(relaxation.request.shape.cells) for relaxation in relaxations]
 
     def cells(span_s: float) -> Numbers:
-        table = np.zeros((len(fluids), count))
-        for row, fluid in zip(table, fluids, strict=True):
-            row[fluid.index] = fluid.within(span_s)
+        table = np.zeros((len(relaxations), count))
+        for row, relaxation in zip(table, relaxations, strict=True):
+            row[relaxation.index] = relaxation.within(span_s)
         return table
 
     def enough(span_s: float) -> bool:
         total = cells(span_s).sum(axis=1)
         return bool((total > 0).all()) and float((needed / np.maximum(total, 1e-300)).sum()) <= 1
 
-    if not enough(sum(fluid.span_s for fluid in fluids)):
+    if not enough(sum(relaxation.span_s for relaxation in relaxations)):
         return []
-    span_s = least_span(enough, 0.0, max(fluid.span_s for fluid in fluids), TEAM_PRECISION)
+    span_s = least_span(enough, 0.0, max(relaxation.span_s for relaxation in relaxations), TEAM_PRECISION)
     shares = cells(SLACK * span_s) / (needed * (1 + PACKING_LOSS))[:, None]
     order = np.argsort(-shares.max(axis=0), kind="stable")
-    missing = [1.0] * len(fluids)
-    teams: list[list[int]] = [[] for _ in fluids]
+    missing = [1.0] * len(relaxations)
+    teams: list[list[int]] = [[] for _ in relaxations]
     for device, offers in zip(order.tolist(), shares.T[order].tolist(), strict=True):
         open_ = [j for j, offer in enumerate(offers) if offer > 0 and missing[j] > 0]
         if open_:

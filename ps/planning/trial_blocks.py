@@ -1,7 +1,7 @@
 """Small blocks for unknown devices, taken out of a plan that other devices could do alone.
 
-A probe is part of the product. It is so small that a device as fast as a typical one finishes it in a fraction of the
-product's time. If the device never answers, another can still do it before the product ends. Pure.
+A trial block is part of the product. It is so small that a device as fast as a typical one finishes it in a fraction of
+the product's time. If the device never answers, another can still do it before the product ends. Pure.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from ps.planning.cost import Integers, block_seconds, chunk_length, least_bytes,
 from ps.planning.pipeline import chunks_of, fresh_slabs
 from ps.planning.plans import Plan, Shape
 
-PROBES_A_PLAN = 16  # devices that get a probe in the same product; the others get theirs in the next one
+TRIAL_BLOCKS_PER_PLAN = 16  # devices that get a trial block in one product; the others get theirs in the next
 BRIEF = 1 / 16  # of the product's time, by the model of a typical device
-PATIENCE = 0.5  # of the product's time; after this others compute the probe too, and until then it costs nothing
+PATIENCE = 0.5  # of the product's time; then others compute the trial block too, and until then it costs nothing
 
 
-def with_probes(plan: Plan, shape: Shape, profiles: NDArray[np.void], devices: Sequence[int]) -> Plan:
-    """The plan with one small block for each of these devices, as far as that is possible; `profiles`: by id, those of
-    `devices` as they are believed. A probe is cut from the last block of a device, and no block is made to bring a slab
+def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devices: Sequence[int]) -> Plan:
+    """The plan with one small block for each of these devices, as far as possible. `profiles`: by id, those of
+    `devices` as they are believed. A trial block is cut from the last block of a device, and no block brings a slab
     that it would not bring otherwise."""
     tiles, owner = plan.tiles.copy(), plan.device.copy()
-    # A latency is a claim, too, and a block may be out for as long. A device that is farther away than the product
-    # takes could not contribute to it anyway.
+    # A latency is also a claim, and a block may be out for that long. A device whose latency exceeds the time of the
+    # product could not contribute anyway.
     near = [d for d in devices if 2 * profiles["latency_s"][d] <= PATIENCE * plan.makespan_s]
     able = [d for d in near if usable_bytes(profiles[d : d + 1])[0] >= least_bytes(shape.inner)]
-    probes: list[Integers] = []
+    trials: list[Integers] = []
     given: list[int] = []
     last = {device: position for position, device in enumerate(owner.tolist())}
     sides = tiles[:, 3] + tiles[:, 5]
     places = iter(sorted(last.values(), key=lambda position: int(sides[position])))  # small slabs first
-    for device in able[:PROBES_A_PLAN]:
+    for device in able[:TRIAL_BLOCKS_PER_PLAN]:
         for position in places:
             axis = _axis(tiles[position], plan.fresh[position])
             size = _size(tiles[position], axis, shape, profiles[device : device + 1], BRIEF * plan.makespan_s)
             if size:
-                probe = tiles[position].copy()
+                trial = tiles[position].copy()
                 tiles[position, axis + 1] -= size
-                probe[axis] += tiles[position, axis + 1]
-                probe[axis + 1] = size
-                probes.append(probe)
+                trial[axis] += tiles[position, axis + 1]
+                trial[axis + 1] = size
+                trials.append(trial)
                 given.append(device)
                 break
-    if not probes:
+    if not trials:
         return plan
-    tiles, owner = np.concatenate([tiles, np.stack(probes)]), np.concatenate([owner, np.array(given, np.int64)])
+    tiles, owner = np.concatenate([tiles, np.stack(trials)]), np.concatenate([owner, np.array(given, np.int64)])
     chunks = chunks_of(tiles, owner, shape, profiles)
     return Plan(tiles, owner, fresh_slabs(tiles, owner, chunks), plan.makespan_s, chunks)
 

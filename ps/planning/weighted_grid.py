@@ -155,7 +155,7 @@ def _grid(rows: int, columns: int, cells: Numbers) -> tuple[Integers, Integers]:
 
 
 def _batch_ranges(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
-    """Fewer devices than entries of the batch: each device takes whole entries."""
+    """Fewer devices than matrices of the batch: each device takes whole matrices."""
     cuts = _cuts(cells, shape.batch)
     count = np.diff(cuts)
     owner = np.flatnonzero(count)
@@ -164,11 +164,11 @@ def _batch_ranges(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
 
 
 def _grid_each(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
-    """More devices than entries of the batch: deal the devices out, largest first, so that the teams of the entries
-    resemble each other, and cut every entry for the average team."""
+    """More devices than matrices of the batch: deal the devices out, largest first, so that the teams of the matrices
+    resemble each other, and cut every matrix for the average team."""
     team = len(cells) // shape.batch
-    dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, entry]
+    dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, matrix]
     grid, place = _grid(shape.rows, shape.columns, cells[dealt].mean(axis=1))
-    entry = np.repeat(np.arange(shape.batch), len(grid))
-    tiles = np.column_stack([entry, np.ones(len(entry), np.int64), np.tile(grid, (shape.batch, 1))])
-    return tiles, dealt[np.tile(place, shape.batch), entry]
+    matrix = np.repeat(np.arange(shape.batch), len(grid))
+    tiles = np.column_stack([matrix, np.ones(len(matrix), np.int64), np.tile(grid, (shape.batch, 1))])
+    return tiles, dealt[np.tile(place, shape.batch), matrix]

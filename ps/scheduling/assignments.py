@@ -50,7 +50,7 @@ class Assignments:
             turn.stop(device, job_id, block)
             turn.freed[device] = None
         elif job.state[block] == PENDING:
-            (record.urgent if job.urgent else record.background).remove(key)
+            (record.critical if job.critical else record.deferred).remove(key)
             self._state.waiting[device] -= 1
             self._state.waiting_total -= 1
             record.waiting.remove(job.passage[block])
@@ -71,7 +71,7 @@ class Assignments:
         """Cut these blocks again, over living devices, critical jobs first. `loss`: the loss of devices that is the
         reason, if any; a block that already repairs an earlier loss goes on repairing that one."""
         groups: dict[tuple[int, int], list[int]] = {}  # by job and by the loss that is repaired
-        for job_id, block in sorted(lost, key=lambda key: not self._state.jobs[key[0]].urgent):
+        for job_id, block in sorted(lost, key=lambda key: not self._state.jobs[key[0]].critical):
             groups.setdefault((job_id, self._state.jobs[job_id].loss[block] or loss), []).append(block)
         for (job_id, repaired), blocks in groups.items():
             job = self._state.jobs[job_id]
@@ -118,7 +118,7 @@ class Assignments:
         able = self._standing.able
         candidates = able[usable_bytes(self._beliefs.profiles[able]) >= least_bytes(job.shape.inner)]
         candidates = candidates[~np.isin(candidates, avoid)]
-        if self._state.ahead and not job.urgent:  # the others soon have critical products to do
+        if self._state.ahead and not job.critical:  # the others soon have critical products to do
             held = candidates[np.isin(candidates, self.teams.busy)]
             candidates = held if len(held) else candidates
         if not len(candidates):
@@ -185,10 +185,10 @@ class Assignments:
         for block in blocks:
             device, passage, size = job.device[block], job.passage[block], job.size_bytes[block]
             record = records[device]
-            queue, before = record.background, record.urgent  # its own queue, and the one served before it
-            if job.urgent:
-                queue, before = record.urgent, NO_QUEUE
-            free = not before and (first or not (record.urgent or record.background))
+            queue, before = record.deferred, record.critical  # its own queue, and the one served before it
+            if job.critical:
+                queue, before = record.critical, NO_QUEUE
+            free = not before and (first or not (record.critical or record.deferred))
             if free and self._has_credit(record, size) and (job.firm or record.wants(passage, now_s)):
                 self._take(record, job_id, block)
                 launched.append(block)
@@ -244,7 +244,7 @@ class Assignments:
             if device in self._standing.suspects:
                 continue
             record = self._state.devices[device]
-            if not (record.urgent or record.background):
+            if not (record.critical or record.deferred):
                 if not self._state.waiting_total:
                     return
                 if record.in_flight or not record.alive or self._standing.owes_an_answer(device):
@@ -252,7 +252,7 @@ class Assignments:
                 if thefts == THEFTS_A_TURN or not self._steal(device):
                     continue
                 thefts += 1
-            while queue := record.urgent or record.background:
+            while queue := record.critical or record.deferred:
                 job_id, block = queue[0]
                 job = self._state.jobs[job_id]
                 if not self._has_credit(record, job.size_bytes[block]):
@@ -276,7 +276,7 @@ class Assignments:
         if not waiting[victim]:
             return False
         owner, taker = self._state.devices[victim], self._state.devices[thief]
-        queue = owner.urgent or owner.background
+        queue = owner.critical or owner.deferred
         job_id, block = queue[-1]
         job = self._state.jobs[job_id]
         if job.kept[block] or job.firm:
@@ -300,6 +300,6 @@ class Assignments:
         owner.waiting.remove(job.passage[block])
         job.device[block], job.passage[block] = thief, passage
         taker.waiting.add(passage)
-        (taker.urgent if job.urgent else taker.background).append((job_id, block))
+        (taker.critical if job.critical else taker.deferred).append((job_id, block))
         self._state.waiting[thief] += 1
         return True

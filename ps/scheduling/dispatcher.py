@@ -103,7 +103,7 @@ class Dispatcher:
             return event
         jobs = _in_order(event)
         given = iter(
-            self._stragglers.with_probes(_question([new for new in jobs if new.plan is None], event.ahead), plans)
+            self._stragglers.with_trial_blocks(_question([new for new in jobs if new.plan is None], event.ahead), plans)
         )
         return replace(event, jobs=[new if new.plan is not None else replace(new, plan=next(given)) for new in jobs])
 
@@ -165,7 +165,7 @@ class Dispatcher:
             if new.job in self._state.jobs:
                 raise ValueError(f"job {new.job} was submitted twice")
             firm = new.plan is not None and new.plan.firm
-            self._state.jobs[new.job] = Job(new.request, new.urgent, new.kept, firm=firm)
+            self._state.jobs[new.job] = Job(new.request, new.critical, new.kept, firm=firm)
             if new.plan is not None:
                 if not all(self._state.devices[device].alive for device in new.plan.device.tolist()):
                     raise ValueError(f"job {new.job}: the plan names a device that is not there")
@@ -173,7 +173,7 @@ class Dispatcher:
         self._plan_together([new for new in event.jobs if new.plan is None], turn)
 
     def _begin(self, job: int, plan: Plan, turn: Turn) -> None:
-        if self._state.ahead and not self._state.jobs[job].urgent:
+        if self._state.ahead and not self._state.jobs[job].critical:
             self._assignments.teams.hold(job, plan.device)
         patience_s = None
         if self._standing.unproven:  # by then other devices have done the rest of the product
@@ -185,7 +185,7 @@ class Dispatcher:
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""
-        submissions = sorted(submissions, key=lambda new: not new.urgent)
+        submissions = sorted(submissions, key=lambda new: not new.critical)
         if not submissions:
             return
         try:
@@ -218,7 +218,7 @@ class Dispatcher:
             self._beliefs.revised,
             self._assignments.teams.busy,
         )
-        return self._stragglers.with_probes(question, plans)
+        return self._stragglers.with_trial_blocks(question, plans)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired = [], [], []
@@ -307,7 +307,7 @@ class Dispatcher:
         ]
         if broken:
             self._left(list(broken), turn)
-        for device, job_id, block in sorted(failed, key=lambda lost: not self._state.jobs[lost[1]].urgent):
+        for device, job_id, block in sorted(failed, key=lambda lost: not self._state.jobs[lost[1]].critical):
             self._assignments.cut([(job_id, block)], turn, avoid=device)
 
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:
@@ -331,10 +331,10 @@ class Dispatcher:
         self._assignments.slabs.joined(again, grown)
         self._beliefs.revise(event.again)  # plans may know another device by that id
         orphans, self._state.orphans = self._state.orphans, []
-        for orphan in sorted(orphans, key=lambda orphan: not self._state.jobs[orphan.job].urgent):
+        for orphan in sorted(orphans, key=lambda orphan: not self._state.jobs[orphan.job].critical):
             job = self._state.jobs[orphan.job]
             if not orphan.loss and np.array_equal(orphan.box, whole(job.shape)):
-                self._plan_together([Submission(orphan.job, job.request, job.urgent, None, job.operands)], turn)
+                self._plan_together([Submission(orphan.job, job.request, job.critical, None, job.operands)], turn)
             else:
                 self._assignments.place(orphan.job, list(orphan.box), turn, loss=orphan.loss)
                 if orphan.loss:
@@ -345,7 +345,7 @@ class Dispatcher:
         lost: list[tuple[int, int]] = []
         for device in devices:
             record = self._state.devices[device]
-            held = [*sorted(record.in_flight), *record.urgent, *record.background]
+            held = [*sorted(record.in_flight), *record.critical, *record.deferred]
             lost += [key for key in held if not self._stragglers.given_up(*key, turn)]
             self._state.not_waiting(device)
             self._state.devices[device] = record.gone()
@@ -428,9 +428,9 @@ class Dispatcher:
 
 def _in_order(event: JobsSubmitted) -> list[Submission]:
     """In planning order: critical products first."""
-    return sorted(event.jobs, key=lambda new: not new.urgent)
+    return sorted(event.jobs, key=lambda new: not new.critical)
 
 
 def _question(submissions: list[Submission], ahead: tuple[Level, ...]) -> Question:
     """Expects submissions in planning order: critical products first."""
-    return Question(tuple(new.request for new in submissions), sum(not new.urgent for new in submissions), ahead)
+    return Question(tuple(new.request for new in submissions), sum(not new.critical for new in submissions), ahead)

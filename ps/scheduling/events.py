@@ -35,7 +35,7 @@ class DevicesLeft:
 class Submission:
     job: int
     request: Request
-    urgent: bool  # critical: other products wait for it; deferred products queue behind it
+    critical: bool  # critical: other products wait for it; deferred products queue behind it
     plan: Plan | None = None  # if given, used as it is
     kept: tuple[int | None, int | None] = (None, None)  # left and right operand, if devices may keep its slabs
 

@@ -27,7 +27,7 @@ def check(of: Dispatcher) -> None:
     for index, record in enumerate(of._state.devices):
         for key in record.in_flight:
             where.setdefault(key, []).append(f"in flight on {index}")
-        for key in (*record.urgent, *record.background):
+        for key in (*record.critical, *record.deferred):
             where.setdefault(key, []).append(f"queued at {index}")
         _check_device(of, index, record)
     _check_standing(of)
@@ -47,7 +47,7 @@ def check(of: Dispatcher) -> None:
 def _check_device(of: Dispatcher, index: int, record: Device) -> None:
     """What it holds is what is counted, within its credit and its memory."""
     jobs = of._state.jobs
-    if gone := {job for job, _ in (*record.in_flight, *record.urgent, *record.background)} - set(jobs):
+    if gone := {job for job, _ in (*record.in_flight, *record.critical, *record.deferred)} - set(jobs):
         raise InvariantBroken(f"device {index} has blocks of jobs that are over: {sorted(gone)}")
     held = sum(jobs[j].size_bytes[b] for j, b in record.in_flight)
     if held != record.in_flight_bytes or len(record.in_flight) > record.credit_blocks:
@@ -58,7 +58,7 @@ def _check_device(of: Dispatcher, index: int, record: Device) -> None:
     kept = [s.row_bytes * int((s.high[index] - s.low[index]).sum()) for s in slabs] if record.alive else []
     if sum(kept) != record.kept_bytes:
         raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
-    if len(record.urgent) + len(record.background) != of._state.waiting[index]:
+    if len(record.critical) + len(record.deferred) != of._state.waiting[index]:
         raise InvariantBroken(f"device {index}: {of._state.waiting[index]} waiting counted, {record}")
     if not record.alive and not record.idle:
         raise InvariantBroken(f"device {index} left and still has work: {record}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ps.planning.cost import Passage, Stages, after
+from ps.planning.cost import Passage, QueueTimes, after
 from ps.planning.planner import Integers, Level, Request, Shape
 from ps.scheduling.events import CancelBlocks, Instruction, SendBlocks, Work
 
@@ -23,7 +23,7 @@ Key = tuple[int, int]  # job, block
 @dataclass(slots=True)
 class Job:
     request: Request
-    urgent: bool
+    critical: bool
     operands: tuple[int | None, int | None] = (None, None)  # left and right, where slabs of it may be kept
     tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
     state: list[int] = field(default_factory=list)
@@ -59,15 +59,17 @@ class Device:
     credit_blocks: int
     memory_bytes: int
     round_trip_s: float
-    urgent: deque[tuple[int, int]] = field(default_factory=deque)
-    background: deque[tuple[int, int]] = field(default_factory=deque)
+    critical: deque[tuple[int, int]] = field(default_factory=deque)
+    deferred: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight: dict[tuple[int, int], float] = field(default_factory=dict)  # modelled time at which each answer leaves
     in_flight_bytes: int = 0
     kept_bytes: int = 0
-    free: Stages = field(default_factory=Stages)  # modelled time at which its queues have finished all that it was sent
+    free: QueueTimes = field(
+        default_factory=QueueTimes
+    )  # modelled time at which its queues have finished all that it was sent
     in_flight_s: float = 0.0  # modelled seconds of its blocks in flight, one after the other
     late_s: float = 0.0  # how late its latest answer was by the model; negative: early
-    waiting: Stages = field(default_factory=Stages)  # modelled seconds of the blocks queued for it
+    waiting: QueueTimes = field(default_factory=QueueTimes)  # modelled seconds of the blocks queued for it
     refusals: int = 0
     alive: bool = True
     worked: bool = False  # a block that it returned was accepted
@@ -117,7 +119,7 @@ class Device:
 
     def busy_with_all_s(self, now_s: float) -> tuple[float, float, float]:
         """The same, including the blocks queued for it."""
-        return after(self.busy_s(now_s), self.waiting, len(self.urgent) + len(self.background))
+        return after(self.busy_s(now_s), self.waiting, len(self.critical) + len(self.deferred))
 
     def ends_s(self, now_s: float) -> float:
         """Seconds until it returns its last block, if it stays as late as it is."""
@@ -135,7 +137,7 @@ class Device:
 
     @property
     def idle(self) -> bool:
-        return not (self.in_flight or self.urgent or self.background)
+        return not (self.in_flight or self.critical or self.deferred)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ps.planning.planner import Plan, Question
-from ps.planning.trial_blocks import with_probes
+from ps.planning.trial_blocks import with_trial_blocks
 from ps.scheduling.assignments import Assignments
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines
@@ -101,7 +101,7 @@ class Stragglers:
             if device in self._standing.suspects:
                 late += self._state.devices[device].in_flight
         jobs: dict[int, list[int]] = {}
-        for job_id, block in sorted(dict.fromkeys(late), key=lambda key: not self._state.jobs[key[0]].urgent):
+        for job_id, block in sorted(dict.fromkeys(late), key=lambda key: not self._state.jobs[key[0]].critical):
             if (job_id, block) not in self.copies:
                 jobs.setdefault(job_id, []).append(block)
         for job_id, blocks in jobs.items():
@@ -188,9 +188,9 @@ class Stragglers:
         waiting: list[Key] = []
         for device in devices:
             record = self._state.devices[device]
-            waiting += [*record.urgent, *record.background]
-            record.urgent.clear()
-            record.background.clear()
+            waiting += [*record.critical, *record.deferred]
+            record.critical.clear()
+            record.deferred.clear()
             record.waiting.clear()
             self._state.not_waiting(device)
         for job_id, block in waiting:
@@ -270,7 +270,7 @@ class Stragglers:
             for piece in pieces:
                 job.loss[piece] = loss
 
-    def with_probes(self, question: Question, plans: list[Plan]) -> list[Plan]:
+    def with_trial_blocks(self, question: Question, plans: list[Plan]) -> list[Plan]:
         """The same plans, with probes: idle devices that have to prove that they answer, or that may grow, get a small
         block of the first product."""
         growing = self._beliefs.newcomers.beliefs
@@ -281,11 +281,11 @@ class Stragglers:
         idle = [d for d in (*self._standing.unproven, *growing) if records[d].idle and d not in busy]
         cold = self._deadlines.cold  # then a device that did not answer before would delay the product for long
         idle = list(dict.fromkeys(d for d in idle if not (cold and d in strikes)))
-        if not idle or question.urgent == 0:
+        if not idle or question.critical == 0:
             return plans
         self.distrust(idle)
         sized = self._beliefs.sized_for_probes(idle)
-        return [with_probes(plans[0], question.requests[0].shape, sized, idle), *plans[1:]]
+        return [with_trial_blocks(plans[0], question.requests[0].shape, sized, idle), *plans[1:]]
 
     def distrust(self, devices: list[int]) -> None:
         """New devices among these begin small, whatever they claim."""

@@ -26,7 +26,7 @@ class Product:
     done: Callable[[], None]
     name: str = "product"
     step: int = 0
-    urgent: bool = True
+    critical: bool = True
     plan: Plan | None = None
     shape: Shape = field(init=False)
 

@@ -48,14 +48,14 @@ from agent.protocol.wire import (
     decode,
     printable,
 )
+from ps.access.access_file import AccessFile
+from ps.access.access_list import REVOKED, Refusal
 from ps.access.admission import Caller
-from ps.access.book import REVOKED, Refusal
-from ps.access.book_file import AccessFile
-from ps.access.endpoints import open_doors
+from ps.access.endpoints import open_endpoints
 from ps.access.joining import PASSING
 from ps.access.listening import port_of
-from ps.access.names import Held
 from ps.access.reputation import Stay
+from ps.access.routing_ids import Held
 from ps.access.standings import Standings
 from ps.planning.background import PlanningThread
 from ps.planning.planner import Level, Planner
@@ -161,17 +161,29 @@ class Server(Shell[Answers]):
         self._stopping = False
         self._goodbye = ""
         try:
-            doors = open_doors(host, port, listen, unlisted, access, self._say_soon, lambda: self.bundle)
+            endpoints = open_endpoints(host, port, listen, unlisted, access, self._say_soon, lambda: self.bundle)
         except BaseException:
             self._requests.close()
             raise
-        self._doors, self._context, self._router, self._guard = doors, doors.context, doors.router, doors.guard
-        self._door, self._admission, self._names = doors.door, doors.admission, doors.names
-        self.address, self.data_address = doors.address, doors.data_address  # where one knocks, and where one joins
-        self.public_addresses = doors.public_addresses  # where devices elsewhere may join
-        self.unlisted_addresses = doors.unlisted_addresses  # and where they are not told to
-        self.enrolment_addresses = doors.enrolment_addresses  # where they bring invitations
-        self.public_key = doors.public_key
+        self._endpoints, self._context, self._router, self._guard = (
+            endpoints,
+            endpoints.context,
+            endpoints.router,
+            endpoints.guard,
+        )
+        self._join_admission, self._admission, self._routing_ids = (
+            endpoints.join_admission,
+            endpoints.admission,
+            endpoints.routing_ids,
+        )
+        self.address, self.data_address = (
+            endpoints.address,
+            endpoints.data_address,
+        )  # where one knocks, and where one joins
+        self.public_addresses = endpoints.public_addresses  # where devices elsewhere may join
+        self.unlisted_addresses = endpoints.unlisted_addresses  # and where they are not told to
+        self.enrolment_addresses = endpoints.enrolment_addresses  # where they bring invitations
+        self.public_key = endpoints.public_key
         self._standings = Standings(access or remember, lambda text: self.notice(text))
         self._right: Counter[int] = Counter()  # blocks of real devices that were found right
         self._who: dict[int, str] = {}  # real devices -> to whom their standing belongs
@@ -183,7 +195,7 @@ class Server(Shell[Answers]):
     @property
     def pod_pass(self) -> dict[str, Any]:
         """What a pod of this run needs to join on this machine; it goes to its standard input and nowhere else."""
-        return {"port": port_of(self.data_address), "password": self._doors.tickets.of_the_run}
+        return {"port": port_of(self.data_address), "password": self._endpoints.tickets.of_the_run}
 
     def _say_soon(self, text: str) -> None:
         """From the entrance's thread: people hear it from the server's."""
@@ -192,7 +204,7 @@ class Server(Shell[Answers]):
     def start(self) -> Server:
         # The interpreter lets a busy thread run for 5 ms before another gets its turn; answers must not wait so long.
         sys.setswitchinterval(min(sys.getswitchinterval(), 0.0005))
-        self._doors.entrance.start()
+        self._endpoints.entrance.start()
         self._thread.start()
         return self
 
@@ -248,7 +260,7 @@ class Server(Shell[Answers]):
     @property
     def refused(self) -> int:
         """Connections, and messages at the entrance."""
-        return self._doors.refusals.count + self._doors.entrance.refused
+        return self._endpoints.refusals.count + self._endpoints.entrance.refused
 
     @property
     def late_blocks_helped(self) -> int:
@@ -298,9 +310,9 @@ class Server(Shell[Answers]):
             self._planning.end()
             for live in list(self._jobs.values()):
                 live.product.done()  # whoever waits finds `error` set
-            self._doors.entrance.stop()
-            self._door.close()
-            self._names.close()
+            self._endpoints.entrance.stop()
+            self._join_admission.close()
+            self._routing_ids.close()
             self._router.close()
             self._context.term()
             self._requests.close()
@@ -350,7 +362,7 @@ class Server(Shell[Answers]):
         for peer in list(self._peers.values()):
             self._shipping.send(peer, Goodbye(self._goodbye))
             self._stayed(peer, [d for d in peer.index if self._dispatcher.is_alive(d)])
-        self._door.left(peer.key for peer in self._peers.values())
+        self._join_admission.left(peer.key for peer in self._peers.values())
         self._standings.retry()
 
     def _read(self) -> bool:
@@ -372,9 +384,9 @@ class Server(Shell[Answers]):
         process was stopped, or the machine slept) their words may still be on their way to us. Nor is anybody silent
         while bytes of a long message come."""
         self._standings.retry()
-        self._door.write()
+        self._join_admission.write()
         patience_s = SILENT_AFTER * self._heartbeat_s
-        revoked = self._door.revoked(peer.key for peer in self._peers.values())
+        revoked = self._join_admission.revoked(peer.key for peer in self._peers.values())
         for peer in list(self._peers.values()):
             if peer.key in revoked:
                 self._shipping.reply(peer.identity, Refused(REVOKED.reason, final=True))
@@ -425,7 +437,7 @@ class Server(Shell[Answers]):
                 case Join():
                     self._join_again(peer, caller, message, len(frames[3]))
                 case Probe():
-                    if (refusal := self._door.may_read_probe(caller, len(message.data))) is not None:
+                    if (refusal := self._join_admission.may_read_probe(caller, len(message.data))) is not None:
                         self._shipping.reply(identity, Refused(refusal.reason, final=False))
                     else:
                         self._probe(identity, caller, message)
@@ -444,11 +456,11 @@ class Server(Shell[Answers]):
         if identity in self._sent_away:
             return
         caller, connection = self._admission.caller(frames[0]), descriptor(frames[0])
-        if caller is None and (judged := self._names.hear(identity, frames)) is not None:
+        if caller is None and (judged := self._routing_ids.hear(identity, frames)) is not None:
             self._names_are_known(*judged)
             return
-        given = self._names.is_given(identity)
-        if caller is not None and given is None and self._names.hold(identity, frames):
+        given = self._routing_ids.is_given(identity)
+        if caller is not None and given is None and self._routing_ids.hold(identity, frames):
             return
         if caller is None or not given:
             self._send_away(identity, connection)
@@ -469,9 +481,9 @@ class Server(Shell[Answers]):
         """Before a word of one that has not joined is parsed, which costs more than all before."""
         kind = bytes(frames[1].buffer[5:6]) if len(frames) > 1 else b""
         if kind == bytes([Kind.JOIN]) and len(frames) == 4:
-            return self._door.may_read_join(caller, len(frames[3]))
+            return self._join_admission.may_read_join(caller, len(frames[3]))
         if kind == bytes([Kind.PROBE]):
-            return self._door.may_read_probe(caller, sum(map(len, frames)))
+            return self._join_admission.may_read_probe(caller, sum(map(len, frames)))
         return None
 
     def _names_are_known(self, given: Sequence[Held], chosen: Sequence[Held]) -> None:
@@ -495,7 +507,10 @@ class Server(Shell[Answers]):
             case Probe():
                 return self._guard.probed(connection, caller.key) and self._probe(identity, caller, message)
             case Leave(name=name) if name:
-                if self._door.may_read_probe(caller, len(name)) is None and self._door.may_probe(caller, 0) is None:
+                if (
+                    self._join_admission.may_read_probe(caller, len(name)) is None
+                    and self._join_admission.may_probe(caller, 0) is None
+                ):
                     self._stays_away(printable(name), printable(message.reason), message.until_s)
             case _:
                 self._shipping.reply(identity, Refused("this server does not know you: join first", final=False))
@@ -510,7 +525,7 @@ class Server(Shell[Answers]):
 
     def _probe(self, identity: bytes, caller: Caller, probe: Probe) -> bool:
         """Was it allowed?"""
-        if not caller.of_the_run and (refusal := self._door.may_probe(caller, probe.wanted_bytes)):
+        if not caller.of_the_run and (refusal := self._join_admission.may_probe(caller, probe.wanted_bytes)):
             self._shipping.reply(identity, Refused(refusal.reason, final=False))
             return False
         self._shipping.reply(identity, Probe(probe.token, 0, NOTHING[: probe.wanted_bytes]))
@@ -585,7 +600,7 @@ class Server(Shell[Answers]):
         """Over a connection where devices have joined before, and may have left."""
         if not peer.of_the_run and not peer.allowance.joined_again():
             raise WireError("a device that leaves and joins again and again")
-        if (refusal := self._door.may_read_join(caller, size)) is not None:
+        if (refusal := self._join_admission.may_read_join(caller, size)) is not None:
             self._shipping.reply(peer.identity, Refused(refusal.reason, final=refusal not in PASSING))
         else:
             self._join(peer.identity, caller, message)
@@ -609,7 +624,7 @@ class Server(Shell[Answers]):
     def _may_join(self, identity: bytes, caller: Caller, message: Join) -> bool:
         there = self._peers[identity].index if identity in self._peers else ()
         present = sum(self._dispatcher.is_alive(device) for device in there)
-        refusal = self._door.admit(caller, message, present)
+        refusal = self._join_admission.admit(caller, message, present)
         if refusal is not None:
             self._shipping.reply(identity, Refused(refusal.reason, final=refusal not in PASSING))
             return False
@@ -644,7 +659,7 @@ class Server(Shell[Answers]):
         gone = [d for d in peer.index if self._dispatcher.is_alive(d)]
         self._stayed(peer, gone)
         self.roster.closed(peer)
-        self._door.left([peer.key])
+        self._join_admission.left([peer.key])
         self._guard.left(peer.descriptor, peer.other_end, peer.identity)
         if not gone:
             return  # all had left before
@@ -669,7 +684,7 @@ class Server(Shell[Answers]):
         numbered = dict(enumerate(products, self._next_job))
         self._next_job += len(products)
         submitted = JobsSubmitted(
-            [Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()], ahead
+            [Submission(job, p.request, p.critical, p.plan, p.kept) for job, p in numbered.items()], ahead
         )
         inquiry = self._dispatcher.inquire(submitted, self._now_s())
         if inquiry is not None and inquiry.takes_long:

@@ -22,7 +22,7 @@ BLOCKS_PER_AUDIT = 4  # one cell of every fourth block, ...
 FEWEST = 24  # ... at least this many cells of a product, ...
 MOST_TERMS = 1 << 20  # ... and at most this many terms of sums: 2 ms
 NEAR_ZERO = 8  # of these cells, and at most a third: the one nearest zero of its block
-WINDOW = 64  # ... or of so many of its rows and columns
+WINDOW = 64  # ... or of this many of its rows and columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Cells computed again in float64, as evidence for or against what a device returned.
 
 Errors are counted in eps |a_i| |b_j| (ps/verification/rounding.py) and compared with the server's own float32 kernels
-(ps/verification/own.py) on some of the same cells. A device is wrong if no kernel could have given one of its cells, or
-if its errors exceed those of the worst own kernel by a factor: as a mean square, as a mean (honest errors have no
-sign), in a single cell, or, by less, in single cells of several patches.
+(ps/verification/own_kernels.py) on some of the same cells. A device is wrong if no kernel could have given one of its
+cells, or if its errors exceed those of the worst own kernel by a factor: as a mean square, as a mean (honest errors
+have no sign), in a single cell, or, by less, in single cells of several patches.
 
 Operands that repeat need care. Cells with equal rows and columns share one error, so they count as one cell. Terms that
-repeat within a sum are rounded the same way each time: such errors grow with n and not with sqrt(n), and whether an own
-kernel has them too is luck.
+repeat within a sum are rounded the same way each time: such errors grow with n and not with sqrt(n), and an own kernel
+shows them only by chance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.verification.own import own_products
+from ps.verification.own_kernels import own_products
 from ps.verification.rounding import COHERENT, EPSILON, LARGEST, PLAIN, Floats, floor, norms, upper
 
 Array = NDArray[np.float32]
@@ -30,8 +30,8 @@ SAMPLED_SIDE = 16  # of the rows, and of the columns, for own kernels
 TIMES_SQUARED = 3.0  # mean square of errors: wrong above this multiple of the worst own kernel's, ...
 DEVIATIONS = 6.5  # ... beyond chance: one in 10^10
 CELL_TIMES = 12.0  # limit of one cell, as a multiple of its level; honest kernels: up to 5.7
-FAR_TIMES = 6.0  # a cell beyond this is far off; so many patches with one ...
-FAR_PATCHES = 3  # ... are as bad as one cell beyond the limit
+FAR_TIMES = 6.0  # a cell beyond this is far off; ...
+FAR_PATCHES = 3  # ... this many patches with such a cell are as bad as one cell beyond the limit
 OWN_TIMES = 3.0  # a cell is not wrong if it is off by less than this multiple of the worst cell of own kernels
 BIAS_SHARE = 0.35  # mean error, relative to the root mean square of the worst own kernel (honest: up to 0.06) ...
 BIAS_CELLS = 400  # ... over at least this many cells: seven standard deviations
@@ -181,7 +181,7 @@ class Exact:
         return Own(i, j, outs, square, mean, np.abs(errors).max(axis=0), times, square / level)
 
     def glimpse(self, out: Array) -> Patch:
-        """As if own kernels hardly rounded: who passes this need not be compared with them."""
+        """As if own kernels hardly rounded: cells that pass this need no comparison with them."""
         errors, kappa, impossible = self._counted(out)
         if not errors.size:
             return Patch(errors, impossible)
@@ -266,7 +266,7 @@ def repeats(left: Array, right: Array, random: np.random.Generator) -> float:
 
 
 def sampled_side(inner: int) -> int:
-    """So many rows and columns are for own kernels."""
+    """Number of rows, and of columns, for own kernels."""
     return int(max(1, min(SAMPLED_SIDE, np.sqrt(SAMPLED_TERMS // inner))))
 
 

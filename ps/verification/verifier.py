@@ -20,11 +20,11 @@ from ps.planning.cost import Integers
 from ps.verification.audit import Audits
 from ps.verification.drift import Drift
 from ps.verification.fuse import LATELY, Fuse, State
-from ps.verification.own import NAMES
+from ps.verification.non_finite import failing_patches
+from ps.verification.own_kernels import NAMES
 from ps.verification.recompute import Evidence, Exact, Own, Patch, sampled_side
 from ps.verification.rounding import Floats, upper
 from ps.verification.sketch import MOST, Energies, Expectation, box_sums, boxes, grid_sums, impossible_cells
-from ps.verification.special import failing_patches
 
 Array = NDArray[np.float32]
 
@@ -32,7 +32,7 @@ DEVIATIONS = 5.0  # energy of a block; honest blocks are below even the level fr
 WORST_PATCHES = 4  # of a suspect that are computed again, ...
 OTHER_PATCHES = 12  # ... and at most this many others, at random
 EXAMINED_TERMS = 1 << 29  # of float64 sums per check, for all suspects together: less than 0.1 s; ...
-AGAIN_TERMS = 1 << 29  # ... and then for those of whom too few cells were computed, the loudest first
+AGAIN_TERMS = 1 << 29  # ... and then for suspects with too few cells computed, the loudest first
 OWN_TERMS = 3 << 22  # of sums that own kernels add up per check: about 0.1 s
 LEAST_SIDE = 4  # rows and columns of a patch that are computed again at the least
 MOST_SUSPECTS = 64  # that are examined in one check: those with the loudest blocks, ...
@@ -105,7 +105,7 @@ class Verifier:
         return self._judge(view, patch, suspects, drifted, fleet)
 
     def _judge(self, view: _View, patch: Floats, suspects: dict[int, float], drifted: set[int], fleet: int) -> Findings:
-        """`suspects`: how loud their blocks are, 0 for those who are suspected for their sums only (`drifted`)."""
+        """`suspects`: how loud their blocks are, 0 if only their sums are suspicious (`drifted`)."""
         against: dict[int, Evidence] = {}
         accused: list[_Examined] = []
         turn = self._turn(suspects)
@@ -146,8 +146,8 @@ class Verifier:
         return sum(count for _, count in self._far[device])
 
     def _turn(self, suspects: dict[int, float]) -> list[int]:
-        """Whom to examine now, the loudest first. The others stay as suspicious as they are: when a block of this
-        product is done again, or in another product, it is their turn."""
+        """Suspects to examine now, the loudest first. The others stay suspects: their turn comes when a block of this
+        product is done again, or in another product."""
         order = sorted(suspects, key=lambda device: (-suspects[device], device))
         first, rest = order[: MOST_SUSPECTS - AT_RANDOM], order[MOST_SUSPECTS - AT_RANDOM :]
         others: list[int] = self._random.permutation(np.array(rest, np.int64))[:AT_RANDOM].tolist()
@@ -250,7 +250,7 @@ class _View:
         return _Place(b, rows, columns)
 
     def examine(self, patch: Floats, device: int, terms: int) -> _Examined:
-        """Evidence on what the device returned, from sums of about so many terms. The worst patches may be enough."""
+        """Evidence on what the device returned, from sums of about `terms` terms. The worst patches may be enough."""
         places, done, short = self.places(patch, device), 0, False
         examined: list[tuple[_Place, Exact, Array]] = []
         result = _Examined(Evidence(), places[0])

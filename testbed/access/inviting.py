@@ -1,4 +1,4 @@
-"""What `cleave invite` does: an invitation written down, and the same as a link, a command and a QR code."""
+"""`cleave invite`: records an invitation, and shows it as a link, a command and a QR code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import segno
 
 from agent.identity.invitation import MAX_ADDRESSES, Invitation, check_host_port
 from agent.protocol.errors import UserError
-from ps.access.book import TOKEN_BYTES, Book, invite
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
+from ps.access.access_list import TOKEN_BYTES, AccessList, invite
 from testbed.access.releases import trusted_signer
 from testbed.access.signing import read_signer
 
-OWN_ADDRESSES = 3  # of this machine in a link, at most: a QR code must be small enough to be read
+OWN_ADDRESSES = 3  # of this machine in a link: a QR code must stay small enough to be read
 EVERYWHERE = ("0.0.0.0", "[::]", "*")
 
 
@@ -40,7 +40,7 @@ class Invited:
 
 
 def qr_code(text: str) -> str:
-    """For a terminal, two rows of squares a line."""
+    """For a terminal, two rows of squares per line."""
     out = io.StringIO()
     segno.make(text, error="l", micro=False).terminal(out, compact=True, border=2)
     return out.getvalue()
@@ -54,14 +54,14 @@ def new_invitation(
     enrol_port: int = 0,
     signer: str | None = None,
 ) -> Invited:
-    """`enrol_port`: where devices bring its token, if they see it elsewhere than the server. `signer`: whose
-    releases the device may install; otherwise whom the server trusts, if there is one."""
+    """`enrol_port`: where devices present the token, if not at the server's own port. `signer`: whose releases the
+    device may install; by default the signer that the server trusts, if any."""
     named = read_signer(signer) if signer else trusted_signer(access.path.parent)
     addresses = reachable(access.read(), given)
     token, id_, now_s = secrets.token_urlsafe(TOKEN_BYTES), secrets.token_hex(3), time.time()
 
-    def write(book: Book) -> tuple[Book, None]:
-        return invite(book, id_, token, uses, lifetime_s, now_s), None
+    def write(access_list: AccessList) -> tuple[AccessList, None]:
+        return invite(access_list, id_, token, uses, lifetime_s, now_s), None
 
     access.change(write)
     port = enrol_port or access.read().enrolling or None
@@ -69,13 +69,13 @@ def new_invitation(
     return Invited(id_, link, uses, now_s + lifetime_s)
 
 
-def reachable(book: Book, given: Sequence[str]) -> list[str]:
-    """Where a device may find the server: as given, or where one listens now."""
-    ports = [address.rpartition(":")[2] for address in book.listening]
+def reachable(access_list: AccessList, given: Sequence[str]) -> list[str]:
+    """Addresses where a device may find the server: as given, or where one listens now."""
+    ports = [address.rpartition(":")[2] for address in access_list.listening]
     if given:
         addresses = [_with_port(address, ports) for address in given]
-    elif book.listening:
-        addresses = [found for address in book.listening for found in _seen_from_elsewhere(address)]
+    elif access_list.listening:
+        addresses = [found for address in access_list.listening for found in _seen_from_elsewhere(address)]
     else:
         raise UserError(
             "no server listens for invited devices; start one with `cleave run SCENARIO --listen tcp://0.0.0.0:5555`, "
@@ -103,7 +103,7 @@ def _seen_from_elsewhere(address: str) -> list[str]:
 
 
 def own_addresses() -> list[str]:
-    """IPv4 addresses of this machine, the one that leads outside first."""
+    """IPv4 addresses of this machine, the one of the default route first."""
     found = [
         entry.address
         for entries in psutil.net_if_addrs().values()
@@ -115,7 +115,7 @@ def own_addresses() -> list[str]:
 
 
 def _address_outside() -> str:
-    """Nothing is sent: a datagram socket that is connected has chosen its own address, and that is all."""
+    """Sends nothing: connecting a datagram socket only chooses its own address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

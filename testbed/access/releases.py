@@ -1,6 +1,6 @@
-"""What a server knows of releases of the agent, in its state folder: whose signature its phones shall trust
-(`signer.pub`, a public key), and the signed bundle that it hands out (`release/`). Without a signer phones get a build
-of this checkout when they are installed, and are offered no updates. The signing key itself has no business here.
+"""The server's releases of the agent, in its state folder: the signer that phones shall trust (`signer.pub`, a public
+key), and the signed bundle that it hands out (`release/`). Without a signer, phones get a build of this checkout when
+they are installed, and no updates. The signing key itself must not be here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SIGNER, RELEASE_FOLDER = "signer.pub", "release"
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
-    """What phones get: the published release, or a build of this checkout, which is none."""
+    """What phones get: the published release, or an unsigned build of this checkout."""
 
     bundle: Bundle
     release: Release | None
 
 
 def trusted_signer(state: Path) -> str:
-    """Empty: none."""
+    """The trusted signer; empty if there is none."""
     path = state / SIGNER
     try:
         text = path.read_text(encoding="utf-8").strip()
@@ -52,7 +52,7 @@ def trust(state: Path, signer: str) -> None:
 
 
 def handed_out(state: Path) -> HandedOut:
-    """UserError if a release was published, but is not by the signer that is trusted now, or was changed since."""
+    """UserError if the published release is not by the signer trusted now, or was changed since."""
     path = state / RELEASE_FOLDER / NAME
     if not path.exists():
         return HandedOut(build(), None)
@@ -66,7 +66,7 @@ def handed_out(state: Path) -> HandedOut:
 
 
 def publish(state: Path, path: Path) -> Release:
-    """From now on this release is handed out, if it is by the trusted signer and newer than the one before."""
+    """Hand out this release from now on, if it is by the trusted signer and newer than the previous one."""
     if not (signer := trusted_signer(state)):
         raise UserError("no signer is trusted here yet: cleave release trust FILE.pub")
     bundle, release = read_signed(path)
@@ -80,7 +80,7 @@ def publish(state: Path, path: Path) -> Release:
 
 
 def read_signed(path: Path) -> tuple[Bundle, Release]:
-    """A bundle and the release beside it, not yet checked."""
+    """A bundle and the release file next to it, not yet checked."""
     beside = path.with_name(path.name + SUFFIX)
     try:
         return Bundle(path.read_bytes()), parse_release(beside.read_bytes()[: MOST_BYTES + 1])

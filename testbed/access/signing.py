@@ -1,8 +1,8 @@
 """The signing half of Ed25519 (RFC 8032 section 5.1.6) and the release keys on disk, for `cleave release`.
 
-In pure Python, beside the verification that phones need anyway, so that signing brings no dependency. It is *not* in
-constant time: sign on a machine of your own, where no stranger measures how long it takes. That is where the key
-belongs: never on the server, which hands out what was signed.
+Pure Python, next to the verification that phones need anyway, so signing adds no dependency. It is *not* constant time:
+sign on a machine of your own, where no one else can measure how long it takes. The key belongs there, never on the
+server, which hands out what was signed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SigningKey:
     seed: bytes  # RFC 8032 calls it the private key
 
     def __repr__(self) -> str:
-        return f"SigningKey({signer_fingerprint(self.signer)})"  # the seed does not belong into logs
+        return f"SigningKey({signer_fingerprint(self.signer)})"  # keeps the seed out of logs
 
     @property
     def public(self) -> bytes:
@@ -57,7 +57,7 @@ def sign_bundle(key: SigningKey, bundle: bytes, number: int) -> Release:
     return replace(unsigned, signature=key_text(key.sign(unsigned.text)))
 
 
-# ---- on disk: the key, readable by its owner only, and beside it the public half, to be handed on
+# ---- on disk: the key, readable by its owner only, and next to it the public half, to hand on
 
 
 def make_key(path: Path) -> SigningKey:
@@ -97,7 +97,7 @@ def read_key(path: Path) -> SigningKey:
 
 
 def read_signer(given: str) -> str:
-    """A public key, from a file or as it is."""
+    """A public key, from a file or given as text."""
     if is_key(given):
         return given
     try:

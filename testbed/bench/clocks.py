@@ -1,4 +1,4 @@
-"""The quickstart on three clocks: do the step times agree, and how much sooner is virtual time over?"""
+"""The quickstart on three clocks: do the step times agree, and how much faster is virtual time?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.runs.run import run
 from testbed.runs.scenario import load_scenario
 
 STEPS = 2  # the first one is not counted
-FEW_LEND = "0.04"  # of its line a household, when there are a hundred: or a step would take more than a minute
+FEW_LEND = "0.04"  # of its line, per household, with a hundred devices: a step would otherwise take over a minute
 CLOCKS: dict[str, dict[str, str]] = {
     "wall": {},
     "scaled": {"clock.kind": "scaled", "clock.scale": "4"},
@@ -22,7 +22,7 @@ CLOCKS: dict[str, dict[str, str]] = {
 
 
 def measure() -> dict[str, Any]:
-    """With 1,000 devices all three; with 100, of which each lends more, the two whose speed is compared."""
+    """With 1,000 devices all three; with 100, each of which lends more, the two whose speed is compared."""
     told: dict[str, Any] = {name: _run(1000, name) for name in CLOCKS}
     told["100 devices"] = {name: _run(100, name) for name in ("wall", "virtual")}
     modelled_s = told["virtual"]["step_s"]

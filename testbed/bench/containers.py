@@ -1,9 +1,9 @@
-"""Do containers of one device keep their model's time? `python -m testbed.bench.containers`, beside a Docker engine.
+"""Whether one-device containers keep their model's time. `python -m testbed.bench.containers`, next to a Docker engine.
 
-A device of so many GFLOP/s behind a line that the kernel shapes, one block after the other. Twice: under its quota
+A device of a given GFLOP/s behind a line that the kernel shapes, one block after the other. Twice: under its quota
 alone, where nothing is modelled and a block takes what its bytes take on the line and its arithmetic under the quota
-(real throttling); and as in a run, where the pod also holds an answer until its model says so. The quota is the same.
-Blocks are large: what is small is over before a quota, which is counted in periods of 10 to 20 ms, begins to act.
+(real throttling); and as in a run, where the pod also holds an answer until it is due by the model. The quota is the
+same. Blocks are large: a small one is over before a quota, which is counted in periods of 10 to 20 ms, takes effect.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from agent.identity.keys import Curve, Keys
 from agent.protocol.errors import Failure, UserError
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import Fleet
-from ps.access.book_file import AccessFile, server_folder
+from ps.access.access_file import AccessFile, server_folder
 from ps.planning.planner import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.container_pods import ContainerPods
 from testbed.runs.scenario import Launch
 
 GFLOPS = (5.0, 10.0, 20.0, 40.0)
 DOWN_BPS, UP_BPS = 400e6, 200e6
 OVERHEAD_S = 1e-4
-BLOCKS, UNCOUNTED, BLOCK_S = 8, 1, 0.5  # the first one pays for pages that later ones find there
-GOAL = 0.1  # of the model's time, either way
+BLOCKS, UNCOUNTED, BLOCK_S = 8, 1, 0.5  # the first one pays for pages that later ones find allocated
+GOAL = 0.1  # deviation from the model's time, either way
 WAYS = {"quota alone": True, "and waiting": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of blocks one at a time, over what the model says."""
+    """Of blocks one at a time, relative to the model."""
 
     share: float
     block_s: float  # by the model
     computing_s: float
     blocks: NDArray[np.float64]  # from sending a block to its answer
-    computing: NDArray[np.float64]  # as the pod says
+    computing: NDArray[np.float64]  # as reported by the pod
 
 
-def measure(ground: Ground, gflops: float, bare: bool) -> Times:
+def measure(container_host: ContainerHost, gflops: float, bare: bool) -> Times:
     profile = Profile(gflops * 1e9, OVERHEAD_S, DOWN_BPS, UP_BPS, 0.0, 1 << 30, 2)
     devices = Fleet(pack_profiles([profile]), ["bench"], ["none"], {"estimate": 1})
     side = round((BLOCK_S * gflops * 1e9 / 2) ** (1 / 3))
@@ -58,12 +58,12 @@ def measure(ground: Ground, gflops: float, bare: bool) -> Times:
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal((1, side, side), dtype=np.float32) for _ in range(2))
     plan = Plan(np.array([[0, 1, 0, side, 0, side]]), np.array([0]), np.ones((1, 2), bool), 0.0)
-    keys, pods_at = Keys.new(), f"tcp://{ground.server_host()}:0"
+    keys, pods_at = Keys.new(), f"tcp://{container_host.server_host()}:0"
     server = Server(unlisted=[pods_at], access=AccessFile(server_folder())).start()
     server.trust(keys.public, "bench", 2)
-    address, curve = ground.server_at(server.unlisted_addresses[0]), Curve(server.public_key, keys)
+    address, curve = container_host.server_at(server.unlisted_addresses[0]), Curve(server.public_key, keys)
     try:
-        with ContainerPods(ground, devices, 1, address, "kernel", (), 1.0, curve, bare=bare) as pods:
+        with ContainerPods(container_host, devices, 1, address, "kernel", (), 1.0, curve, bare=bare) as pods:
             pods.start()
             server.wait_for_devices(1, 60.0)
             for _ in range(BLOCKS + UNCOUNTED):
@@ -86,10 +86,10 @@ def main() -> int:
     print(f"lines of {DOWN_BPS / 1e6:.0f} Mbit/s down, {UP_BPS / 1e6:.0f} up; times over the model's: p10 p50 p90")
     print(f"{'GFLOP/s':>7} {'':11} {'quota':>5} {'block':>6} {'':18}  {'computing':>9}")
     kept = True
-    with Ground(Launch(kind="docker"), 1) as ground:
+    with ContainerHost(Launch(kind="docker"), 1) as container_host:
         for gflops in GFLOPS:
             for what, bare in WAYS.items():
-                times = measure(ground, gflops, bare)
+                times = measure(container_host, gflops, bare)
                 blocks, computing = (np.percentile(of, [10, 50, 90]).tolist() for of in (times.blocks, times.computing))
                 good = all(abs(p50 - 1) <= GOAL for p50 in (blocks[1], computing[1]))
                 kept &= good

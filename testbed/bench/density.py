@@ -1,7 +1,7 @@
-"""How much memory an emulated device costs, and how late its answers are at a steady rate.
+"""Memory per emulated device, and how late its answers are at a steady rate.
 
-The emulator alone: in place of the parameter server stands a bare ROUTER that speaks the protocol, sends blocks at
-random moments and notes when their answers arrive.
+The emulator alone: a bare ROUTER takes the place of the parameter server. It speaks the protocol, sends blocks at
+random times and records when their answers arrive.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from emulator.model.fleet import Fleet
 from testbed.bench.ours import LIMIT_S
 from testbed.launch.processes import Pods
 
-# 4 KiB down and 4 KiB up a block, as in the project's platform notes
+# 4 KiB down and 4 KiB up per block, as in the project's platform notes
 SIDE, INNER, BLOCKS_A_MESSAGE = 32, 16, 10
 HEARTBEAT_S = 0.5
-RELEASED_AFTER = 600  # messages: three seconds, when the answers are long back
+RELEASED_AFTER = 600  # messages: three seconds, by which time the answers are back
 
 
 def measure(devices: int = 4000, blocks_per_s: int = 2000, lasting_s: float = 2.0, passes: int = 6) -> dict[str, Any]:
@@ -51,14 +51,14 @@ def measure(devices: int = 4000, blocks_per_s: int = 2000, lasting_s: float = 2.
         "blocks": len(best),
         "blocks_per_s": len(best) / lasting_s,
         "pods_memory_bytes": memory_bytes,
-        "bytes_a_device": memory_bytes / devices,
+        "bytes_per_device": memory_bytes / devices,
         **{f"late_p{p}_s": float(np.percentile(best, p)) for p in (50, 99)},
         "all_late_p99_s": [float(np.percentile(late_s, 99)) for late_s in late],
     }
 
 
 def _welcome(router: zmq.Socket[bytes], devices: int) -> dict[bytes, int]:
-    """Wait until all are there: connection -> its number of devices."""
+    """Wait until all have joined: connection -> number of its devices."""
     peers: dict[bytes, int] = {}
     while sum(peers.values()) < devices:
         if not router.poll(int(LIMIT_S * 1000)):
@@ -74,7 +74,7 @@ def _welcome(router: zmq.Socket[bytes], devices: int) -> dict[bytes, int]:
 def _one_pass(
     router: zmq.Socket[bytes], peers: dict[bytes, int], turn: int, blocks: int, lasting_s: float
 ) -> NDArray[np.float64]:
-    """Lateness of every answer, in seconds; a negative one came a little early."""
+    """Lateness of every answer, in seconds; a negative one arrived early."""
     rng = np.random.default_rng(blocks)
     moments = np.sort(rng.uniform(0.0, lasting_s, blocks // BLOCKS_A_MESSAGE)).tolist()
     identities = list(peers)

@@ -1,8 +1,9 @@
-"""Is emulation true? This machine at three CPU quotas as three devices: measured, fitted, and set beside their twins.
+"""Accuracy of the emulation: this machine at three CPU quotas as three devices, measured, fitted and compared with
+their twins.
 
-`python -m testbed.bench.emulation FOLDER`: profiles and figures go to the folder; profiles that are there already are
-not measured again. About eight minutes on an idle machine, root (control groups), 2 cores. Not part of `make bench`.
-Progress is on standard error; the table at the end has the goal beside each figure.
+`python -m testbed.bench.emulation FOLDER`: profiles and figures go to the folder; existing profiles are not measured
+again. About eight minutes on an idle machine, root (control groups), 2 cores. Not part of `make bench`. Progress goes
+to standard error; the table at the end has the goal next to each figure.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEDIAN_GOAL, P95_GOAL, STEP_GOAL, BLOCK_GOAL = 0.05, 0.15, 0.05, 0.10
 class Figure:
     what: str
     value: float
-    goal: float | None  # it may be so far from zero; None: not asked for, for comparison
+    goal: float | None  # largest distance from zero; None: for comparison only
     note: str = ""
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ def main() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy and SciPy are imported: small matrices
     from testbed.twins.quota import served_first
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # agents and control groups go in any case
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # agents and control groups are removed in any case
     options.folder.mkdir(parents=True, exist_ok=True)
     with served_first():
         return compare(options)

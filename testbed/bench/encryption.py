@@ -1,7 +1,7 @@
-"""What encryption costs: bytes a second through the server's own socket, and a training step of a fleet behind links.
+"""Cost of encryption: bytes per second through the server's own socket, and a training step of a fleet behind links.
 
-Both ends share this machine's cores, so each byte is encrypted and decrypted here; a real server only does one of them.
-Passes take turns, plain and encrypted, and the best counts.
+Both ends share this machine's cores, so each byte is encrypted and decrypted here; a real server does only one of the
+two. Passes alternate between plain and encrypted, and the best counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import zmq
 
 from agent.identity.keys import Curve, Keys
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.access.listening import bind, encrypt, new_router
 from ps.graph.capture import distribute
 from ps.graph.executor import Executor
@@ -36,7 +36,7 @@ from testbed.runs.fleets import make_fleet
 from testbed.runs.scenario import load_scenario
 
 FRAME = 1 << 20
-FRAMES = 512  # a pass
+FRAMES = 512  # per pass
 LIMIT_S = 60.0
 SHAPES = ((1, 1), (2, 2), (2, 4))  # I/O threads of the server, connections
 FLEET = {"fleet.devices": "200", "fleet.line_share": "0.05"}
@@ -52,11 +52,11 @@ def measure(repeats: int = 3, steps: int = 3) -> dict[str, Any]:
     return told | {"step": step(steps)}
 
 
-# ---- bytes a second
+# ---- bytes per second
 
 
 def throughput(repeats: int) -> dict[str, dict[str, float]]:
-    """GB/s down and up, and seconds of the processor a GB, both ends together."""
+    """GB/s down and up, and CPU seconds per GB, both ends together."""
     found: dict[str, dict[str, float]] = {}
     for io_threads, connections in SHAPES:
         with contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def throughput(repeats: int) -> dict[str, dict[str, float]]:
 
 
 class _Lines:
-    """The server's ROUTER, and processes at the other end of its connections."""
+    """The server's ROUTER, and processes at the other ends of its connections."""
 
     def __init__(self, router: zmq.Socket[bytes], pids: list[int]) -> None:
         self._router = router
@@ -91,7 +91,7 @@ class _Lines:
         deadline = time.monotonic() + LIMIT_S
         while not self._router.poll(1):
             if time.monotonic() > deadline:
-                raise RuntimeError("nobody is at the other end")
+                raise RuntimeError("no process is at the other end")
         return self._router.recv_multipart()
 
     def processor_s(self) -> float:
@@ -138,7 +138,7 @@ def _lines(encrypted: bool, io_threads: int, connections: int) -> Iterator[_Line
         keys = Keys.new() if encrypted else None
         if keys is not None:
             encrypt(router, keys.secret)
-            router.setsockopt(zmq.ZAP_DOMAIN, b"")  # nobody is asked who may come
+            router.setsockopt(zmq.ZAP_DOMAIN, b"")  # no authentication
         where = bind(router, "tcp://127.0.0.1:0")
         command = [sys.executable, "-m", "testbed.bench.encryption", where, keys.public if keys is not None else ""]
         processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(connections)]
@@ -151,7 +151,7 @@ def _lines(encrypted: bool, io_threads: int, connections: int) -> Iterator[_Line
 
 
 def _other_end(endpoint: str, server_key: str) -> None:
-    """One connection: takes what comes, says so when it is told to, sends when it is asked."""
+    """One connection: receives, confirms and sends as told."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     line = context.socket(zmq.DEALER)
     if server_key:
@@ -173,7 +173,7 @@ def _other_end(endpoint: str, server_key: str) -> None:
 
 
 def step(steps: int) -> dict[str, Any]:
-    """The quickstart's model and fleet, smaller: seconds of a step over plain and encrypted connections, in turn."""
+    """The quickstart's model and fleet, smaller: seconds per step over plain and encrypted connections, in turn."""
     asked = load_scenario("quickstart", FLEET)
     fleet, cores = make_fleet(asked.fleet, asked.links, asked.seed), os.cpu_count() or 1
     data = batches(read_text("stdlib"), steps + 1, asked.data.batch, asked.data.sequence, seed=0)
@@ -211,7 +211,7 @@ def step(steps: int) -> dict[str, Any]:
             for kind, (model, forward) in calls.items():
                 (done,) = train(model, forward, data[at : at + 1], seed=0, learning_rate=1e-3, weight_decay=0.01)
                 losses[kind].append(done.loss)
-                if at:  # the first makes the plans
+                if at:  # the first one makes the plans
                     seconds[kind].append(done.seconds)
     best = {kind: min(values) for kind, values in seconds.items()}
     return {

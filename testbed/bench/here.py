@@ -1,4 +1,4 @@
-"""Trainings whose products are computed on the spot, by a function that a benchmark brings."""
+"""Trainings whose products are computed in this process, by a function that a benchmark provides."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ps.planning.plans import Level
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 
-GPT2 = "gpt2-tiny"  # not one of the models that scenarios name
-MOST_BLOCKS = 2048  # a product, or the small ones would be most of them
+GPT2 = "gpt2-tiny"  # not one of the models that scenarios can name
+MOST_BLOCKS = 2048  # per product, or small ones would dominate
 
 
 class Here:
-    """An executor's engine that has every product computed, and looked at, on the spot."""
+    """An executor's engine that computes every product in this process."""
 
     def __init__(self, compute: Callable[[Product], None]) -> None:
         self._compute = compute
@@ -45,11 +45,11 @@ class Here:
 
 
 class Enough(Exception):
-    """As many blocks as were asked for."""
+    """The requested number of blocks is reached."""
 
 
 def _gpt2() -> Any:
-    """GPT-2 as wide as the other tiny models."""
+    """GPT-2, as wide as the other tiny models."""
     import transformers
 
     return transformers.GPT2Config(
@@ -65,7 +65,7 @@ def _gpt2() -> Any:
 
 
 class _Captured:
-    """A model whose products go through `compute`. Capturing takes seconds, so one is used for many trainings."""
+    """A model whose products go through `compute`. Capturing takes seconds, so one is reused for many trainings."""
 
     def __init__(self, name: str) -> None:
         self.config = _gpt2() if name == GPT2 else model_config(name)
@@ -76,7 +76,7 @@ class _Captured:
         self.forward = distribute(self.model, Executor(Here(lambda product: self.compute(product))).run)
 
     def begin(self, seed: int, wide: float, constant: float | None) -> None:
-        """With the weights of this seed, or matrices of one number."""
+        """Start with the weights of this seed, or with matrices of one number."""
         torch.manual_seed(seed)
         self.model.load_state_dict(build_model(self.config).state_dict())
         self.model.zero_grad()
@@ -88,7 +88,7 @@ class _Captured:
                         parameter.fill_(constant)
 
 
-_captured = functools.cache(lambda name, batch, sequence: _Captured(name))  # another shape is captured anew
+_captured = functools.cache(lambda name, batch, sequence: _Captured(name))  # another shape is captured again
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class Training:
     learning_rate: float = 1e-3
     batch: int = 8
     sequence: int = 32
-    wide: float = 1.0  # weights begin so many times as large
-    constant: float | None = None  # all weights of matrices begin as this number
+    wide: float = 1.0  # factor on the initial weights
+    constant: float | None = None  # initial value of all matrix weights
 
     def run(
         self,
@@ -107,7 +107,7 @@ class Training:
         seed: int = 1,
         each: Callable[[float], None] = lambda loss: None,
     ) -> list[float]:
-        """Every product goes through `compute`; the losses, of which `each` is told when it is there."""
+        """Every product goes through `compute`. Returns the losses; `each` is called with every loss."""
         captured = _captured(self.model, self.batch, self.sequence)
         captured.compute = compute
         captured.begin(seed, self.wide, self.constant)
@@ -128,7 +128,7 @@ def plainly(product: Product) -> None:
 
 
 def random_tiles(shape: tuple[int, ...], rng: np.random.Generator, most: int = MOST_BLOCKS, least: int = 1) -> Integers:
-    """Rectangles of one size (smaller at the edges) that tile the output: any size, but not too many of them."""
+    """Rectangles of one size (smaller at the edges) that tile the output: any size, but not too many."""
     batch, rows, columns = shape
     least = min(least, batch * rows * columns)
     while True:

@@ -1,10 +1,10 @@
-"""Does verification accuse the honest? Real kernels on real activations and gradients, in blocks of many sizes.
+"""False alarms of the verification: real kernels on real activations and gradients, in blocks of many sizes.
 
-Trainings of OPT and Llama with learning rates from 1e-4 to 10, some of which diverge, and with weights that begin too
-wide; inner lengths up to 131,072 from the weight gradients of a large batch. Products are also scaled, whole or row by
-row, until values are subnormal, vanish or overflow. Some have rows, columns or values that repeat, and some trainings
-begin with matrices of one number: then many cells share one error. Kernels: NumPy and ONNX Runtime, whole or in chunks,
-terms one after the other, and NumPy on a processor that flushes subnormal numbers to zero.
+Trainings of OPT and Llama with learning rates from 1e-4 to 10, some of which diverge, and with initial weights that are
+too wide; inner lengths up to 131,072 from the weight gradients of a large batch. Products are also scaled, whole or row
+by row, until values are subnormal, vanish or overflow. Some have rows, columns or values that repeat, and some
+trainings start with matrices of one number: then many cells share one error. Kernels: NumPy and ONNX Runtime, whole or
+in chunks, terms one after the other, and NumPy on a processor that flushes subnormal numbers to zero.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Does verification catch those who lie, and what does a lie do that it does not catch?
+"""Detection of wrong answers, and the effect of those that are not detected.
 
-Trainings in which some devices lie about every block, about one block in a hundred, or only about long sums. What is
-found is put right, and its device lies no more; what is not found stays. The attacker knows the code: several lies are
-multiples of the level that the check allows. The effect is the largest difference of a loss within 20 steps from the
-training with exact products. Honest devices have one too, by the order of their additions: it is measured beside it.
+Trainings in which some devices lie about every block, about one block in a hundred, or only about long sums. A wrong
+block that is found is corrected, and its device lies no more; what is not found stays. The attacker knows the code:
+several lies are multiples of the level that the check allows. The effect is the largest difference of a loss within 20
+steps from the training with exact products. Honest devices have an effect too, by the order of their additions; it is
+measured for comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from testbed.bench.here import GPT2, Enough, Training, cells_of, random_tiles
 DEVICES = 100
 STEPS = 20
 FOUND_WITHIN = 2  # steps
-EFFECT = 1e-5  # a lie that stays has to be below this
+EFFECT = 1e-5  # a lie that is not found must have less effect
 # model, seed, liars, which lies: all where losses move little, and the worst where they move most
 CAMPAIGNS = (("llama-tiny", 1, (1, 5, 25), ""), *((GPT2, seed, (25,), "to zero of a block") for seed in (1, 2, 3, 4)))
 FEWEST_BLOCKS, MOST_BLOCKS = 100, 1024
@@ -97,8 +98,8 @@ def cell_per_row(share: float) -> Lie:
 
 
 def near_zero(times: float, nth: int = 0) -> Lie:
-    """Of each block, the cell nearest zero, or one of the next, pushed so many levels against its sign: where AdamW
-    turns the sign of a gradient into a step."""
+    """In each block, push the cell nearest zero, or one of the next, by `times` levels against its sign: AdamW turns
+    the sign of a gradient into a step."""
 
     def lie(block: Block) -> Array:
         cells, size = block.cells.copy(), block.size
@@ -174,7 +175,7 @@ def kinds() -> dict[str, Lie]:
 
 @dataclass
 class Trial:
-    """A training on a fleet of which some lie."""
+    """A training on a fleet in which some devices lie."""
 
     liars: int
     lie: Lie
@@ -183,7 +184,7 @@ class Trial:
     verifier: Verifier = field(default_factory=lambda: Verifier(1))
     suspended: dict[int, tuple[int, str]] = field(default_factory=dict)  # device -> product, why
     products: int = 0
-    told: int = 0  # blocks that were not the truth
+    told: int = 0  # wrong blocks returned
     accused: int = 0  # honest devices suspended
     doubted: int = 0
     _lot: Lot = field(init=False)
@@ -252,7 +253,7 @@ def run(
     def each(loss: float) -> None:
         losses.append(loss)
         if len(losses) > FOUND_WITHIN and trial.all_found:
-            raise Enough  # nothing will happen any more
+            raise Enough  # nothing more will happen
 
     with contextlib.suppress(Enough):
         training.run(trial.compute, steps, seed, each)

@@ -1,4 +1,4 @@
-"""How long the kernel's links of a fleet take to set up, and how close their rates are. Needs root."""
+"""Time to set up a fleet's kernel links, and the accuracy of their rates. Needs root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UPS_BPS, RATIOS = (0.5e6, 1e6, 2e6), (2, 5, 10, 20)
 
 
 def fleet(devices: int, seed: int = 0) -> Fleet:
-    """Lines from 2:1 to 20:1, of rates that fifty at a time do not overload a small host."""
+    """Lines from 2:1 to 20:1, with rates such that fifty at a time do not overload a small host."""
     rng = np.random.default_rng(seed)
     lines = zip(rng.choice(UPS_BPS, devices).tolist(), rng.choice(RATIOS, devices).tolist(), strict=True)
     profiles = [Profile(50e9, 1e-4, up * ratio, up, 0.02, 2**30, 4) for up, ratio in lines]

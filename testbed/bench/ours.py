@@ -1,7 +1,7 @@
-"""Our own side of the benchmark: the work through the real server, real agents and real pods.
+"""Our side of the benchmark: the work through the real server, real agents and real pods.
 
 From the submitted product to the assembled result, over loopback sockets. The plan is given (the work fixes the
-blocks); everything else is what a training step goes through.
+blocks); everything else is as in a training step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNLIMITED = Profile(MAX_RATE, 0.0, MAX_RATE, MAX_RATE, 0.0, 1 << 40, 1 << 16)
 
 @contextmanager
 def agents(count: int = 2) -> Iterator[Server]:
-    """A server and local agents, one thread each, as fast as this machine lets them be."""
+    """A server and local agents, one thread each, as fast as this machine allows."""
     server = Server(run="bench").start()
     command = [
         sys.executable,
@@ -65,7 +65,7 @@ def agents(count: int = 2) -> Iterator[Server]:
 
 @contextmanager
 def emulated(profiles: NDArray[np.void], links: str) -> Iterator[tuple[Server, Pods]]:
-    """A server and pods, one a core."""
+    """A server and pods, one per core."""
     count = len(profiles)
     fleet = Fleet(profiles, ["bench"] * count, ["none"] * count, {})
     server = Server(run="bench").start()

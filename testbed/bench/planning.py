@@ -1,6 +1,6 @@
-"""How long it takes to plan: tilings of `cleave plan`, plans of the running system, and a plan after a lost device.
+"""Planning time: tilings of `cleave plan`, plans of the running system, and a plan after a lost device.
 
-Medians: a busy moment of the machine hits some of the passes, not most.
+Medians: a busy moment of the machine affects some of the passes, not most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BYTES_PER_VALUE = 2  # as the authors count
 
 
 def measure(passes: int = 5) -> dict[str, Any]:
-    """Seconds, the worst product of each kind; the figures of all products beside them."""
+    """Seconds, for the worst product of each kind; with the figures of all products."""
     shapes = list(step_products(model_config(MODEL), BATCH, SEQUENCE))
     result: dict[str, Any] = {"model": MODEL, "products": len(shapes), "passes": passes}
     for count in SIZES:
@@ -59,14 +59,14 @@ def _tile_s(fleet: str, count: int, shape: Shape, passes: int) -> float:
 
 
 def _plan_s(fleet: str, count: int, shape: Shape, passes: int) -> tuple[float, float]:
-    """A plan of the running system, nothing known; and the same plan after one of its devices was lost."""
+    """Seconds of a new plan of the running system; and of adapting it after one of its devices was lost."""
     profiles, able, request = uniform_fleet(fleet, count, seed=0), np.arange(count), Request(shape)
     (plan,) = Planner().plan([request], profiles, able)
     lost = plan.device[[len(plan.device) // 2]]
     left = np.delete(able, lost)
     return (
         _median_s(lambda: Planner().plan([request], profiles, able), passes),
-        _median_s(lambda: adapted(plan, request, lost, profiles, left), 5 * passes),  # it takes only milliseconds
+        _median_s(lambda: adapted(plan, request, lost, profiles, left), 5 * passes),  # takes only milliseconds
     )
 
 

@@ -16,7 +16,7 @@ from testbed.bench.ours import agents
 
 
 def measure(steps: int = 3, batch: int = 8, sequence: int = 64) -> dict[str, Any]:
-    """OPT-125M shapes. The two kinds of step alternate, so that a busy moment of the machine hits both."""
+    """OPT-125M shapes. The two kinds of step alternate, so that a busy moment of the machine affects both."""
     config = model_config("opt-125m")
     data = batches(read_text("stdlib"), 2 * steps + 1, batch, sequence, seed=0)
     cores = os.cpu_count() or 1

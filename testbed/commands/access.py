@@ -13,7 +13,7 @@ import typer
 from agent.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from ps.access.book_file import AccessFile
+    from ps.access.access_file import AccessFile
     from ps.access.reputation import Standing
 
 devices_app = typer.Typer(
@@ -25,11 +25,11 @@ invitations_app = typer.Typer(
     help="Invitations: list them, revoke or reopen one.", invoke_without_command=True, rich_markup_mode=None
 )
 State = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Where the server's key and its devices are written down.")
+    Path | None, typer.Option(metavar="FOLDER", help="Folder of the server's key and its list of devices.")
 ]
 Signer = Annotated[
     str | None,
-    typer.Option(metavar="FILE.pub", help="Whose releases of the agent it may install; see cleave release trust."),
+    typer.Option(metavar="FILE.pub", help="Signer of the agent releases it may install; see cleave release trust."),
 ]
 Format = Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")]
 
@@ -53,7 +53,7 @@ def invite(
 ) -> None:
     """Invite a device: a link, a command and a QR code with which it joins, over an encrypted connection.
 
-    Whoever has the link may join with it, so hand it over as you would a key. A running server takes it at once.
+    Anyone who has the link can join with it, so treat it like a key. A running server accepts it at once.
 
     \b
       cleave invite                                   one device, within a day
@@ -104,9 +104,9 @@ def revoke_invitation(
     id_: Annotated[str, typer.Argument(metavar="ID", help="As `cleave invitations` lists it.")], state: State = None
 ) -> None:
     """Withdraw an invitation. Devices that have joined with it stay: revoke those with `cleave devices revoke`."""
-    from ps.access import book as access
+    from ps.access import access_list as access
 
-    gone = _access(state).change(lambda book: access.revoke_invitation(book, id_, time.time()))
+    gone = _access(state).change(lambda access_list: access.revoke_invitation(access_list, id_, time.time()))
     print(f"withdrawn: {gone.id}; {gone.used} of {gone.uses} devices have joined with it, and stay")
 
 
@@ -115,9 +115,9 @@ def reopen_invitation(
     id_: Annotated[str, typer.Argument(metavar="ID", help="As `cleave invitations` lists it.")], state: State = None
 ) -> None:
     """Let devices join again with an invitation that was closed because a device of it was revoked."""
-    from ps.access import book as access
+    from ps.access import access_list as access
 
-    opened = _access(state).change(lambda book: access.reopen_invitation(book, id_, time.time()))
+    opened = _access(state).change(lambda access_list: access.reopen_invitation(access_list, id_, time.time()))
     print(f"reopened: {opened.id}; {opened.uses - opened.used} more devices may join with it")
 
 
@@ -126,14 +126,14 @@ def devices(context: typer.Context, state: State = None, format: Format = "table
     """List the devices that have joined, and their standing. `cleave devices revoke NAME` shuts one out, `cleave
     devices forgive NAME` lifts a suspension."""
     from agent.identity.keys import fingerprint
-    from ps.access.book import standing_fingerprint
+    from ps.access.access_list import standing_fingerprint
     from ps.access.reputation import key_identity
 
     _check(format, "table", "json")
     if context.invoked_subcommand is not None:
         return
-    book, now_s = _access(state).read(), time.time()
-    standings = {standing.identity: standing for standing in book.standings}
+    access_list, now_s = _access(state).read(), time.time()
+    standings = {standing.identity: standing for standing in access_list.standings}
     rows = [
         {
             "name": d.name,
@@ -144,9 +144,9 @@ def devices(context: typer.Context, state: State = None, format: Format = "table
             "last seen": _moment(d.last_seen_s),
             "invitation": d.invitation,
         }
-        for d in book.enrolled
+        for d in access_list.enrolled
     ]
-    rows += [  # devices on plain lines, and keys that are no longer listed
+    rows += [  # unencrypted devices, and keys that are no longer listed
         {
             "name": s.name,
             "fingerprint": standing_fingerprint(s),
@@ -167,9 +167,9 @@ def forgive_device(
     state: State = None,
 ) -> None:
     """Lift a device's suspension. A running server takes it in when it next asks, within ten minutes."""
-    from ps.access import book as access
+    from ps.access import access_list as access
 
-    good = _access(state).change(lambda book: access.forgive(book, which, time.time()))
+    good = _access(state).change(lambda access_list: access.forgive(access_list, which, time.time()))
     print(f"forgiven: {good.name} ({access.standing_fingerprint(good)})")
 
 
@@ -197,26 +197,26 @@ def revoke_device(
 ) -> None:
     """Shut a device out, for good. A running server drops it within a heartbeat.
 
-    The invitation it came with enrols nobody any more, or the device would be back with a new key: it is closed until
+    The invitation it came with enrols no more devices, or this one could return with a new key: it is closed until
     `cleave invitations reopen ID`, withdrawn (--with-invitation), or left open (--keep-invitation).
     """
     from agent.identity.keys import fingerprint
-    from ps.access import book as access
+    from ps.access import access_list as access
 
     file = _access(state)
     keep = with_invitation is False
-    gone = file.change(lambda book: access.revoke_device(book, which, time.time(), keep_invitation=keep))
+    gone = file.change(lambda access_list: access.revoke_device(access_list, which, time.time(), keep_invitation=keep))
     print(f"revoked: {gone.name}, key {fingerprint(gone.key)}")
     came_with = access.find_invitation(file.read(), gone.invitation)
     if came_with is None or came_with.state(time.time()) not in ("open", "closed"):
-        return  # nobody can join with it anyway
+        return  # no device can join with it anyway
     if with_invitation is None and sys.stdin.isatty():
         with_invitation = typer.confirm(f"Withdraw invitation {came_with.id}, with which it came?", default=True)
     if with_invitation:
-        file.change(lambda book: access.revoke_invitation(book, came_with.id, time.time()))
+        file.change(lambda access_list: access.revoke_invitation(access_list, came_with.id, time.time()))
         print(f"withdrawn: {came_with.id}, with which it came")
     elif keep:
-        print(f"invitation {came_with.id} stays open: whoever has its link may join, this device with a new key, too")
+        print(f"invitation {came_with.id} stays open: anyone with its link can join, even this device with a new key")
     else:
         print(
             f"closed: invitation {came_with.id}, with which it came; for other devices: cleave invitations reopen "
@@ -225,7 +225,7 @@ def revoke_device(
 
 
 def _access(state: Path | None) -> AccessFile:
-    from ps.access.book_file import AccessFile, server_folder
+    from ps.access.access_file import AccessFile, server_folder
 
     return AccessFile(state or server_folder())
 
@@ -249,11 +249,11 @@ def _show(rows: list[dict[str, str]], format_: str, nothing: str) -> None:
 
     table = Table()
     for heading in rows[0]:
-        # what a device is called by is never cut off, however narrow the terminal: its name is its own choice
+        # identifiers are never cut off, however narrow the terminal; a name is the device's own choice
         whole = max(len(row[heading]) for row in rows) if heading in ("id", "fingerprint") else None
         table.add_column(heading, min_width=whole, no_wrap=whole is not None)
     for row in rows:
-        table.add_row(*(Text(value) for value in row.values()))  # not as markup: strangers choose names
+        table.add_row(*(Text(value) for value in row.values()))  # no markup: device owners choose names
     console = Console(highlight=False)
     (console if console.is_terminal else Console(highlight=False, width=110)).print(table)
 

@@ -1,4 +1,4 @@
-"""The `cleave` command. Imports what it needs when it needs it, so that --help is quick."""
+"""The `cleave` command. Imports modules only when they are needed, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(
 ) -> None:
     """Run a scenario: reference, fleet, training, results folder, verdict.
 
-    Exit code 0: done. 1: the run failed. 2: something in what you asked for is wrong. 3: with --strict, the verdict is
+    Exit code 0: done. 1: the run failed. 2: the scenario or an option is wrong. 3: with --strict, the verdict is
     DEGRADED. 130: you interrupted it.
     """
     from testbed.runs.scenario import load_scenario, parse_assignments
@@ -112,19 +112,21 @@ def plan(
         str, typer.Option(metavar="NAME", help="paper, moderate, extreme, or a packaged scenario's.")
     ] = "paper",
     devices: Annotated[int, typer.Option(metavar="N", help="How many devices.")] = 256,
-    batch: Annotated[int, typer.Option(metavar="B", help="Sequences a batch.")] = 128,
-    seq: Annotated[int, typer.Option(metavar="S", help="Tokens a sequence.")] = 1024,
+    batch: Annotated[int, typer.Option(metavar="B", help="Sequences per batch.")] = 128,
+    seq: Annotated[int, typer.Option(metavar="S", help="Tokens per sequence.")] = 1024,
     ps_rate: Annotated[
         str | None, typer.Option(metavar="RATE", help='The server\'s line each way, e.g. "10 Gbit"; no limit without.')
     ] = None,
     bytes_per_value: Annotated[int, typer.Option(metavar="BYTES", help="On the wire: 2 or 4.")] = 2,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the fleet.")] = 0,
     format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
-    tiles: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every rectangle, a JSON line each.")] = None,
+    tiles: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all rectangles, one JSON line each.")
+    ] = None,
 ) -> None:
     """Plan one batch of a model over a fleet, without running it: makespan and lower bound of every product.
 
-    All times are modelled: latency + max(download, compute, upload) a device, products one after another.
+    All times are modelled: latency + max(download, compute, upload) per device, products one after another.
     """
     from agent.protocol.units import parse_rate
     from ps.graph.models import check_name, model_config
@@ -176,8 +178,8 @@ def recovery(
     failures: Annotated[
         str, typer.Option(metavar="N,N", help="How many of them fail at the same moment; several, with commas.")
     ] = "1,3,5",
-    batch: Annotated[int, typer.Option(metavar="B", help="Sequences a batch.")] = 128,
-    seq: Annotated[int, typer.Option(metavar="S", help="Tokens a sequence.")] = 1024,
+    batch: Annotated[int, typer.Option(metavar="B", help="Sequences per batch.")] = 128,
+    seq: Annotated[int, typer.Option(metavar="S", help="Tokens per sequence.")] = 1024,
     trials: Annotated[int, typer.Option(metavar="N", help="Failure moments of each distinct product.")] = 10,
     checkpoint_steps: Annotated[
         float, typer.Option(metavar="STEPS", help="Between two checkpoints of the baseline that has them.")
@@ -185,11 +187,11 @@ def recovery(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the fleet, the moments and who fails.")] = 0,
     format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
 ) -> None:
-    """How soon the work of lost devices is done again, beside what other ways to recover would cost.
+    """How soon the work of lost devices is done again, compared with the cost of other ways to recover.
 
     Simulated: the real planner and dispatcher on modelled devices in virtual time, on the products of one training
     step. In the middle of a product devices fall silent; once that is detected, the rectangles that they owed are cut
-    again over the others. Recovery is the time from detection until all of them are back. Nothing is waited for: a
+    again over the others. Recovery is the time from detection until all of them are back. Virtual time: a
     moment in the middle of every distinct product is tried --trials times, each weighted with its share of the step.
 
     \b
@@ -364,7 +366,7 @@ def doctor(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the scenario.")
     ] = None,
-    seconds: Annotated[float, typer.Option(metavar="S", help="About how long the probes may take.")] = 180.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="About how long the trial steps may take.")] = 180.0,
     format: Annotated[str, typer.Option(metavar="FORMAT", help="table or json.")] = "table",
 ) -> None:
     """What this host can do, what is used instead of what it cannot, and how many devices are honest on it.
@@ -377,7 +379,7 @@ def doctor(
       cleave doctor quickstart
       cleave doctor quickstart --format json | jq .honest.devices
 
-    Exit code 0: told. 2: something in what you asked for is wrong.
+    Exit code 0: done. 2: the scenario or an option is wrong.
     """
     from testbed.runs import doctor as examination
 
@@ -405,9 +407,9 @@ def doctor(
         display = Display(Console(highlight=False, stderr=format == "json"))
         display.say(f"one step of {loaded.name} with more and fewer devices; at most about {seconds:.0f} s")
 
-        from testbed.runs.trial_step import Probe
+        from testbed.runs.trial_step import TrialStep
 
-        probe = Probe(loaded)
+        probe = TrialStep(loaded)
         display.say("the step is captured")
         honest = examination.largest_honest(loaded.fleet.devices, probe.measure, seconds, display.say)
     if format == "json":
@@ -429,13 +431,13 @@ def inspect(
     A trace says in which intervals each device is available, in seconds. It may be
 
     \b
-      .csv   device,start_s,end_s        a header like this, then a row an interval
+      .csv   device,start_s,end_s        a header like this, then one row per interval
              phone-1,0,3600
       .json  {"phone-1": [[0, 3600], [7200, 9000]], "phone-2": [[60, 90]]}
              or [{"device": "phone-1", "start_s": 0, "end_s": 3600}, ...]
       .tab   an event trace of the Failure Trace Archive (event_type 1: available)
 
-    Rows out of order are sorted, intervals of one device that overlap or touch are merged, both are told.
+    Rows out of order are sorted, overlapping or touching intervals of one device are merged; both are reported.
     A session is one interval, a gap the time until the device's next one. Departures are counted an hour that a
     device is there: the rate at which a run with these devices would lose them.
 
@@ -475,7 +477,7 @@ def link(
 ) -> None:
     """What traces of a link hold: its rate over time, direction by direction.
 
-    A trace is in mahimahi's format: one integer a line, the millisecond at which one packet of 1,500 bytes may pass.
+    A trace is in mahimahi's format: one integer per line, the millisecond at which one packet of 1,500 bytes may pass.
     The last line is its length; after it the trace begins again. Files may be compressed (.gz). A scenario names a
     pair, PREFIX.down and PREFIX.up, in [links.traces].
 
@@ -504,7 +506,7 @@ def link(
 
 
 def _one_thread() -> None:
-    """Small matrices: threads would only get in each other's way. Read when NumPy and SciPy are first imported."""
+    """Small matrices: threads would only slow each other down. Read when NumPy and SciPy are first imported."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

@@ -15,7 +15,7 @@ from testbed.commands.access import Signer, State
 if TYPE_CHECKING:
     from android.channel import Channel
     from android.deploy import Deployment, Phone
-    from ps.access.book_file import AccessFile
+    from ps.access.access_file import AccessFile
 
 phones_app = typer.Typer(
     help="Real phones: invite them (QR code), or deploy to those at a cable (adb).",
@@ -83,7 +83,7 @@ def invite(
 
 
 def _is_served(script: bytes, port: int) -> bool:
-    """By a run with server.files, and the same agent."""
+    """Whether a run with server.files already serves the same agent."""
     import http.client
     import urllib.request
 
@@ -150,14 +150,14 @@ def stop(dry_run: DryRun = False, format: Format = "table") -> None:
 
 @phones_app.command()
 def update(state: State = None, dry_run: DryRun = False, format: Format = "table") -> None:
-    """Bring the published release, or this checkout's agent, to every phone, and start it as it was started before."""
+    """Install the published release, or this checkout's agent, on every phone, and start it with the same options."""
     port = _server_port(_access(state))
     _for_each(lambda deployment, phone, channel: deployment.update(phone, channel), port, dry_run, format, state=state)
 
 
 @phones_app.command()
 def logs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="One file a phone is written here.")] = Path("logs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Gets one log file per phone.")] = Path("logs"),
     dry_run: DryRun = False,
     format: Format = "table",
 ) -> None:
@@ -176,7 +176,7 @@ def _for_each(
     from android.adb import Adb
     from android.deploy import Deployment, Ports
     from android.serving import Serving
-    from ps.access.book_file import server_folder
+    from ps.access.access_file import server_folder
     from testbed.access.releases import handed_out
 
     if format_ not in ("table", "json"):
@@ -223,13 +223,13 @@ def _show(phones: list[Phone], format_: str) -> None:
 
     table = Table(*rows[0])
     for row in rows:
-        table.add_row(*(Text(value) for value in row.values()))  # not as markup: it comes from phones
+        table.add_row(*(Text(value) for value in row.values()))  # no markup: the text comes from phones
     console = Console(highlight=False)
     (console if console.is_terminal else Console(highlight=False, width=130)).print(table)
 
 
 def _access(state: Path | None) -> AccessFile:
-    from ps.access.book_file import AccessFile, server_folder
+    from ps.access.access_file import AccessFile, server_folder
 
     return AccessFile(state or server_folder())
 

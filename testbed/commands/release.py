@@ -31,7 +31,7 @@ def keygen(
     Exit code 0: done. 2: the file is there already, or cannot be written.
     """
     from agent.identity.release import signer_fingerprint
-    from ps.access.book_file import server_folder
+    from ps.access.access_file import server_folder
     from testbed.access.signing import make_key, public_path
 
     if out.resolve().is_relative_to(server_folder().resolve()):
@@ -101,7 +101,7 @@ def verify(
     Exit code 0: it is. 2: it is not.
     """
     from agent.identity.release import check_bundle, check_signature, signer_fingerprint
-    from ps.access.book_file import server_folder
+    from ps.access.access_file import server_folder
     from testbed.access.releases import read_signed, trusted_signer
     from testbed.access.signing import read_signer
 
@@ -123,7 +123,7 @@ def trust(
     Exit code 0: done. 2: it is not a public key.
     """
     from agent.identity.release import signer_fingerprint
-    from ps.access.book_file import server_folder
+    from ps.access.access_file import server_folder
     from testbed.access.releases import trust as write
     from testbed.access.signing import read_signer
 
@@ -139,7 +139,7 @@ def publish(bundle: Bundle_ = Path("agent.zip"), state: State = None) -> None:
 
     Exit code 0: done. 2: it is not signed by the trusted signer, was changed, or is not newer.
     """
-    from ps.access.book_file import server_folder
+    from ps.access.access_file import server_folder
     from testbed.access.releases import publish as hand_out
 
     release = hand_out(state or server_folder(), bundle)

@@ -161,15 +161,15 @@ def _smaller(item: Any) -> Iterator[Any]:
             yield from (0, number // 2)
         case (_, _, _, _, _, _, _) if item != COMMON:  # a profile
             yield COMMON
-        case (batch, rows, inner, columns, urgent, weight):  # a product
+        case (batch, rows, inner, columns, critical, weight):  # a product
             if weight is not None:
-                yield batch, rows, inner, columns, urgent, None
-            if not urgent:
+                yield batch, rows, inner, columns, critical, None
+            if not critical:
                 yield batch, rows, inner, columns, True, weight
             sizes = (batch, rows, inner, columns)
             for index, size in enumerate(sizes):
                 for less in (1, size // 2, size - 1) if size > 1 else ():
-                    yield *sizes[:index], less, *sizes[index + 1 :], urgent, weight
+                    yield *sizes[:index], less, *sizes[index + 1 :], critical, weight
 
 
 def as_test(operations: Sequence[Operation], failure: Failure, seed: int) -> str:

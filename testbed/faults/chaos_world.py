@@ -11,7 +11,7 @@ every block in integers, and trusts nothing that the dispatcher says.
     ("join", [profile, ...])            a profile: the fields of agent.protocol.profile.Profile in their order
     ("newcomers", [profile, ...])       the same, but nothing is believed before they have shown it
     ("leave", [k, ...])                 devices leave and the server knows; their answers under way still arrive
-    ("submit", [product, ...])          batch, rows, inner, columns, urgent, weight: all ready at the same time; those
+    ("submit", [product, ...])          batch, rows, inner, columns, critical, weight: all ready at the same time; those
                                         of one weight (odd: the right operand) share it, and its slabs are kept
     ("begin", [product, ...])           the same, and as many are to come before any product waits for the deferred ones
     ("forget", [weight, ...])           these weights have changed
@@ -89,7 +89,7 @@ class Weight:
 
     inner: int
     extent: int
-    urgent: bool
+    critical: bool
 
 
 class Truth:
@@ -268,15 +268,15 @@ class World:
 
     def _submit(self, kind: str, products: Sequence[tuple[int, int, int, int, bool, int | None]]) -> None:
         works = []
-        for batch, rows, inner, columns, urgent, weight in products:
+        for batch, rows, inner, columns, critical, weight in products:
             kept: list[int | None] = [None, None]
             if weight is not None:
                 side = weight % 2
-                own = self._weights.setdefault(weight, Weight(inner, (rows, columns)[side], urgent))
-                batch, inner, urgent, kept[side] = 1, own.inner, own.urgent, weight
+                own = self._weights.setdefault(weight, Weight(inner, (rows, columns)[side], critical))
+                batch, inner, critical, kept[side] = 1, own.inner, own.critical, weight
                 rows, columns = (rows, own.extent) if side else (own.extent, columns)
             shape = Shape(batch, rows, inner, columns)
-            works.append(Work(self._jobs, shape, urgent, (kept[0], kept[1])))
+            works.append(Work(self._jobs, shape, critical, (kept[0], kept[1])))
             self._open[self._jobs] = Truth(shape, self._jobs)
             self._jobs += 1
         self._event(kind, self._fleet.submit(works, more_to_come=kind == "begin"))

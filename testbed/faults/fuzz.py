@@ -31,10 +31,10 @@ import zmq
 
 from agent.identity.invitation import parse_link
 from agent.identity.keys import Credentials, Curve, Keys, Password
-from agent.protocol.entrance import Knock, enter
+from agent.protocol.entrance import EntranceConnection, enter
 from agent.protocol.errors import UserError
 from agent.protocol.wire import Hello, Probe, Refused, WireError, Work, decode, encode
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.transport.roster import MOST_IDLE
 from testbed.access.inviting import new_invitation
 from testbed.faults.mutations import mutated, raw_bytes, valid_messages
@@ -46,7 +46,7 @@ ALIVE_EVERY = 20  # calls between checks that a well-behaved device is answered
 JOINS_OF_A_KEY = 15  # fewer than a server allows in a row
 # callers and their weights
 KINDS = {"raw": 10, "knocking": 10, "enrolling": 10, "stranger": 15, "invited": 25, "pod": 25, "ticket": 5}
-DOORS = ("plain", "data", "encrypted", "enrolment")
+ENDPOINTS = ("plain", "data", "encrypted", "enrolment")
 PATIENCE_S = 30.0
 LOOKS = 100  # at the server's memory
 WARM_LOOKS = 10  # warm-up: the first tenth,
@@ -101,7 +101,7 @@ class Outcome:
             "a product was wrong": bool(self.server.get("wrong")),
             "no product was complete": not self.server.get("products"),
             f"{self.tracebacks} tracebacks were logged": bool(self.tracebacks),
-            f"{self.blocks_to_strangers} blocks went to strangers": bool(self.blocks_to_strangers),
+            f"{self.blocks_to_strangers} blocks went to devices that had not joined": bool(self.blocks_to_strangers),
             f"its memory grew by {self.grown_bytes / 2**20:.1f} MiB": not self.is_flat and self.messages >= JUDGED_FROM,
             f"it keeps too many devices: {self.server.get('kept')}": self.kept_too_many,
         }
@@ -249,7 +249,7 @@ class _Callers:
 
     def _raw(self, rng: random.Random) -> None:
         for _ in range(RAW_BATCH):
-            host, _, port = self._where[rng.choice(DOORS)].removeprefix("tcp://").rpartition(":")
+            host, _, port = self._where[rng.choice(ENDPOINTS)].removeprefix("tcp://").rpartition(":")
             with contextlib.suppress(OSError):  # the server may be too busy
                 line = socket.create_connection((host, int(port)), 0.5)
                 self._keep(line)
@@ -272,11 +272,11 @@ class _Callers:
         """As an agent does: retry what is refused only for the moment."""
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
-            knock = Knock(self._context, self._where["enrolment"], Hello("fuzz", self._token), curve)
+            entrance = EntranceConnection(self._context, self._where["enrolment"], Hello("fuzz", self._token), curve)
             try:
-                answer = knock.answer() if knock.socket.poll(int(1000 * PATIENCE_S)) else None
+                answer = entrance.answer() if entrance.socket.poll(int(1000 * PATIENCE_S)) else None
             finally:
-                knock.close()
+                entrance.close()
             if isinstance(answer, Refused) and answer.final:
                 raise Unanswered(f"the entrance refused a key: {answer.reason}")
             if isinstance(answer, tuple):
@@ -359,7 +359,7 @@ def main() -> int:
         print(f"fuzz: {error}; seed {options.seed}", file=sys.stderr)
         return 1
     rate = outcome.messages / outcome.seconds
-    print(f"{outcome.messages:,} messages in {outcome.seconds:.0f} s, {rate:,.0f} a second: {dict(outcome.sent)}")
+    print(f"{outcome.messages:,} messages in {outcome.seconds:.0f} s, {rate:,.0f} per second: {dict(outcome.sent)}")
     print(json.dumps(outcome.server, indent=1))
     grown, warm = outcome.grown_bytes / 2**20, outcome.memory_bytes[min(outcome.warm_looks, LOOKS)] / 2**20
     verdict = "flat" if outcome.is_flat else "NOT flat"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.ma  # np.unique loads it at first use: 1.5 MiB that would look like growth
 
 from emulator.pods.pod import die_with_parent
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server

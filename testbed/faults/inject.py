@@ -119,7 +119,7 @@ def plan_faults(faults: Sequence[Fault], networks: Sequence[str], pod_count: int
         who = _choose(fault, networks, {d for d in range(len(networks)) if d % pod_count in killed}, away, rng)
         if not who:
             raise UserError(
-                f'the fault "{fault.do}" at {fault.at} is for nobody: '
+                f'the fault "{fault.do}" at {fault.at} is for no device: '
                 + (
                     f'no device of this fleet is in the network "{fault.network}"'
                     if fault.network and fault.network not in networks

@@ -1,4 +1,4 @@
-"""Mutated messages: valid ones of every kind, damaged the way machines and strangers damage them. Pure."""
+"""Mutated messages: valid ones of every kind, damaged as machines and attackers damage them. Pure."""
 
 from __future__ import annotations
 

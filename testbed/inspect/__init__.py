@@ -1,1 +1,1 @@
-"""Looking at traces and kernel links."""
+"""Inspects traces and kernel links."""

@@ -1,7 +1,7 @@
-"""`cleave trace inspect`: what a trace of availability holds, as a table, a plot in the terminal, JSON or SVG.
+"""`cleave trace inspect`: the contents of an availability trace, as a table, a plot in the terminal, JSON or SVG.
 
-Sessions are counted as they stand in the trace, also those that its beginning or end cuts; one that lasts until the
-end is no departure. The plot shows means over equal parts of the trace, not samples, so that nothing falls between.
+Sessions count as they are in the trace, including those cut by its start or end; one that lasts until the end is no
+departure. The plot shows means over equal parts of the trace, not samples, so that nothing is missed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Floats) -> Percentiles | None:
-        """None where there is nothing to take them of."""
+        """None if there are no values."""
         if not len(values):
             return None
         p10, p50, p90 = np.percentile(values, [10, 50, 90]).tolist()
@@ -93,13 +93,13 @@ def print_trace(console: Console, trace: Trace) -> None:
     table.add_row("duration", format_duration(found.duration_s))
     table.add_row("session p10 / p50 / p90", _spread(found.session_s))
     table.add_row("gap p10 / p50 / p90", _spread(found.gap_s))
-    table.add_row("departures an available device-hour", f"{found.departures_per_available_hour:.3g}")
-    hours = f"{found.available_hours_a_day:.3g} h a day"
+    table.add_row("departures per available device-hour", f"{found.departures_per_available_hour:.3g}")
+    hours = f"{found.available_hours_a_day:.3g} h per day"
     table.add_row("mean availability", f"{100 * found.mean_availability:.3g}% ({hours})")
     console.print(table)
     for line in trace.repairs.told():
         console.print(f"repaired: {line}", soft_wrap=True)
-    console.print("share of the devices that is there, over time")
+    console.print("share of devices present, over time")
     glyphs = EIGHTHS if console.encoding.lower().startswith("utf") else HALVES
     for line in plot(trace, console.width, glyphs):
         console.print(Text(line), no_wrap=True, overflow="crop")
@@ -108,7 +108,7 @@ def print_trace(console: Console, trace: Trace) -> None:
 def plot(trace: Trace, width: int, glyphs: str = EIGHTHS) -> list[str]:
     """Availability over time as lines of text, each at most `width` characters."""
     margin = len("100.0% ")
-    columns = max(10, width - margin - 1)  # the last column stays free: some terminals wrap when it is filled
+    columns = max(10, width - margin - 1)  # leave the last column free: some terminals wrap when it is filled
     shares = trace.availability(columns)
     top = float(shares.max())
     lines = []
@@ -123,7 +123,7 @@ def plot(trace: Trace, width: int, glyphs: str = EIGHTHS) -> list[str]:
 
 
 def bars(heights: Floats, rows: int, glyphs: str) -> list[str]:
-    """Columns of heights 0 to 1, from the top row to the bottom one. What is not 0 is seen."""
+    """Columns of heights 0 to 1, from the top row to the bottom one. Any height above 0 is visible."""
     steps = len(glyphs) - 1
     filled = np.ceil(np.round(heights * rows * steps, 6)).astype(int)
     return ["".join(glyphs[min(max(f - row * steps, 0), steps)] for f in filled) for row in reversed(range(rows))]
@@ -142,7 +142,7 @@ def write_svg(path: Path, trace: Trace) -> None:
     unit_s, unit = next(
         (s, u) for s, u in ((3600.0, "h"), (60.0, "min"), (1.0, "s")) if trace.duration_s >= 2 * s or s == 1
     )
-    title = f"{len(trace):,} devices of {Path(trace.source).name}: share that is there"
+    title = f"{len(trace):,} devices of {Path(trace.source).name}: share present"
     try:
         path.write_text(area_chart(title, trace.duration_s / unit_s, unit, shares, "%"), encoding="utf-8")
     except OSError as error:

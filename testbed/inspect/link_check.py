@@ -1,8 +1,8 @@
-"""`cleave links check`: do the kernel's links carry what was asked for? Asked against achieved, for some devices.
+"""`cleave links check`: whether kernel links carry what was asked for. Asked against achieved, for some devices.
 
 The links of the whole fleet are made; those of a sample are measured (`emulator.links.probe`), under each other's load.
-A rate may be off by 5%, and by a packet where few pass in the time; a round trip by 10%, 2 ms, and what its own bytes
-take on a slow line. Latency that is left to user space is none of the kernel's, and says so.
+A rate may be off by 5%, and by a packet where few pass in the time; a round trip by 10%, 2 ms, and the time of its own
+bytes on a slow line. Latency that is left to user space is not the kernel's, and is reported as such.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SMALL_PACKET_BYTES, PACKET_BYTES = 70, 1500
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One device: what was asked of its link, and what it did."""
+    """One device: what was asked of its link, and what it achieved."""
 
     device: str
     asked_down_bps: float
     down_bps: float
     asked_up_bps: float
     up_bps: float
-    asked_round_trip_s: float | None  # None: not the kernel's
+    asked_round_trip_s: float | None  # None: not shaped by the kernel
     round_trip_s: float
     wrong: tuple[str, ...]  # of down, up and round trip
 
@@ -49,7 +49,7 @@ def specs_of(fleet: Fleet) -> list[LinkSpec]:
 
 
 def choose(count: int, most: int, seed: int) -> list[int]:
-    """Devices to look at, in their order."""
+    """Devices to measure, in order."""
     chosen = np.random.default_rng(seed).choice(count, min(count, most), replace=False)
     return sorted(chosen.tolist())
 

@@ -1,7 +1,7 @@
 """`cleave links check` for scenarios with containers: the links that a run would have, measured from inside.
 
-Containers as a run starts them, but with the probe (`emulator.links.probe`) in the pod's place; the same links; the
-server's end of the probe where the run's server would listen. Of one-device containers only those of the sample start.
+Containers as a run starts them, but running the probe (`emulator.links.probe`) instead of the pod; the same links; the
+server's end of the probe where the run's server would listen. Of one-device containers, only those of the sample start.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from emulator.links.probe import Asked, Measured, ProbeServer, groups
 from emulator.links.shaping import Applied
 from emulator.model.fleet import Fleet
 from testbed.inspect.link_check import Row, judge, specs_of
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.kernel_links import End, KernelLinks
 from testbed.runs.scenario import Launch
 
-PROBE_S = 180.0  # without a word
+PROBE_S = 180.0  # longest silence
 
 
 def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence[int]) -> tuple[Applied, list[Row]]:
     labels = [fleet.labels[device] for device in sample]
-    if pods == len(fleet):  # a device alone in its container: the others are nowhere near
+    if pods == len(fleet):  # one device per container: start only those of the sample
         fleet, sample, pods = fleet.take(sample), range(len(sample)), len(sample)
     specs = specs_of(fleet)
-    with Ground(asked, pods) as ground, ExitStack() as stack:
-        links = KernelLinks(ground)
+    with ContainerHost(asked, pods) as container_host, ExitStack() as stack:
+        links = KernelLinks(container_host)
         stack.callback(links.close)
-        host = ground.server_host()
+        host = container_host.server_host()
         listening = socket.socket()
         listening.bind((host, 0))
         listening.listen(1024)
         server = stack.enter_context(ProbeServer(listening))
-        address = ground.server_at(f"tcp://{host}:{server.port}").removeprefix("tcp://")
+        address = container_host.server_at(f"tcp://{host}:{server.port}").removeprefix("tcp://")
         with ThreadPoolExecutor(THREADS) as pool:
-            started = list(pool.map(lambda pod: _start(ground, pod, address), range(pods)))
+            started = list(pool.map(lambda pod: _start(container_host, pod, address), range(pods)))
         for _, stream in started:
             stack.callback(stream.close)
         told = links.shape(fleet, [end for end, _ in started])
@@ -53,7 +53,7 @@ def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence
         found = _measured([stream for _, stream in started], wanted)
         applied = Applied(
             len(fleet), 2 * len(fleet), 0, links.netem, links.in_user_space, links.seconds
-        )  # read back over there, or it would have said so
+        )  # read back in the container, which would have reported a difference
     rows = [
         judge(label, specs[device], found[told[device % pods]["addresses"][device // pods]], links.netem)
         for label, device in zip(labels, sample, strict=True)
@@ -61,17 +61,17 @@ def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence
     return applied, rows
 
 
-def _start(ground: Ground, pod: int, address: str) -> tuple[End, Stream]:
-    engine, bridge = ground.engine, ground.bridges[pod % len(ground.bridges)]
+def _start(container_host: ContainerHost, pod: int, address: str) -> tuple[End, Stream]:
+    engine, bridge = container_host.engine, container_host.bridges[pod % len(container_host.bridges)]
     spec = Spec(f"cleave-{engine.run}-{pod}", ["emulator.links.probe", "--server", address], bridge.id)
-    container, stream = engine.start(spec, ground.image)
+    container, stream = engine.start(spec, container_host.image)
     engine.do(f"look at {spec.name}", container.reload)
     (network,) = container.attrs["NetworkSettings"]["Networks"].values()
     return End(int(container.attrs["State"]["Pid"]), str(network["IPAddress"])), stream
 
 
 def _measured(streams: Sequence[Stream], wanted: dict[str, tuple[int, Asked]]) -> dict[str, Measured]:
-    """Containers whose rates together fit measure at the same time; one that has many devices, by itself."""
+    """Containers whose rates fit together measure at the same time; one with many devices measures alone."""
     of_pod: dict[int, list[Asked]] = {}
     for pod, asked in wanted.values():
         of_pod.setdefault(pod, []).append(asked)

@@ -1,4 +1,4 @@
-"""`cleave trace link`: what traces of a link hold, direction by direction, as a table with a line of bars, or JSON."""
+"""`cleave trace link`: the contents of link traces, per direction, as a table with a line of bars, or JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOW_S = 1.0  # of the percentiles
 
 
 def read_directions(files: Sequence[Path]) -> dict[str, RateTrace]:
-    """Each file by its name; a prefix stands for both of its directions."""
+    """Each file by its name; a prefix stands for both directions."""
     read: dict[str, RateTrace] = {}
     for file in files:
         if file.is_file():
@@ -49,7 +49,7 @@ def print_directions(console: Console, traces: dict[str, RateTrace]) -> None:
         console.print(table)
         columns = max(10, console.width - 1)
         edges_s = np.linspace(0.0, trace.length_s, columns + 1)
-        edges_s[-1] *= 1 - 1e-12  # at its end the trace begins again
+        edges_s[-1] *= 1 - 1e-12  # at its end the trace starts again
         rates = np.diff(trace.passed(edges_s))
         console.print(Text(bars(rates / max(rates.max(), 1.0), 1, glyphs)[0]), no_wrap=True, overflow="crop")
 

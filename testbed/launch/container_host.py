@@ -37,7 +37,7 @@ class Inside:
     clock_offset_ns: int  # add to the monotonic clock there to get ours
 
 
-class Ground:
+class ContainerHost:
     def __init__(self, asked: Launch, pods: int) -> None:
         self._asked = asked
         self.image = asked.image or IMAGE
@@ -125,7 +125,7 @@ class Ground:
         finally:
             self.engine.close()
 
-    def __enter__(self) -> Ground:
+    def __enter__(self) -> ContainerHost:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +144,7 @@ def _answer(stream: Stream, question: bytes) -> dict[str, Any]:
         received = stream.receive()
         if received is None or time.monotonic() > deadline:
             raise EngineError(
-                f"a container that was to look around said nothing: {stream.errors.decode(errors='replace').strip()}"
+                f"the container that checks the host said nothing: {stream.errors.decode(errors='replace').strip()}"
             )
         said += received
     told: dict[str, Any] = json.loads(said)

@@ -22,7 +22,7 @@ from agent.protocol.errors import Failure, UserError
 from emulator.containers.allotments import Allotment, Quota, allotment
 from emulator.containers.engine import THREADS, Bridge, Engine, EngineError, Spec, Stream
 from emulator.model.fleet import Fleet
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.kernel_links import End, KernelLinks
 from testbed.launch.pods import PodGroup, line_of, parts
 
@@ -147,7 +147,7 @@ class PodContainer:
 class ContainerPods(PodGroup):
     def __init__(
         self,
-        ground: Ground,
+        container_host: ContainerHost,
         fleet: Fleet,
         count: int,
         address: str,
@@ -160,16 +160,16 @@ class ContainerPods(PodGroup):
         """`curve`: keys of their connections, which the server must trust. `bare`: only quotas and links make blocks
         take time; no answer waits until the model says it is due."""
         super().__init__(fleet, count, absent)
-        self._ground = ground
+        self._container_host = container_host
         self.started = 0
         self.start_s = 0.0
-        inside = ground.look_inside(address, curve)
+        inside = container_host.look_inside(address, curve)
         self.allotments: list[Allotment] | None = None
         self._undivided = ""  # why messages share the quotas, if they do
         options = ["--ps", address, "--links", links, "--scale", str(scale)]
         if count == len(fleet):
             self.allotments = allotments(fleet, inside.core_flops * scale, links != "off")
-            options += ["--apart"]
+            options += ["--compute-thread"]
         if bare:
             options += ["--bare"]
         if inside.clock_offset_ns:
@@ -177,7 +177,7 @@ class ContainerPods(PodGroup):
         self._command = ["emulator.pods.pod", *options]
         self._parts = list(parts(fleet, count, self._away, curve))
         self._running: list[PodContainer | None] = [None] * len(self._parts)
-        self.links = KernelLinks(ground) if links == "kernel" else None
+        self.links = KernelLinks(container_host) if links == "kernel" else None
 
     def start(self) -> None:
         """Start all of them, several at a time; shape their links; then send each its part of the fleet, and
@@ -202,27 +202,27 @@ class ContainerPods(PodGroup):
             pod.tell(line_of(part))
 
     def _start(self, pod: int) -> None:
-        engine, bridges = self._ground.engine, self._ground.bridges
+        engine, bridges = self._container_host.engine, self._container_host.bridges
         bridge = bridges[pod % len(bridges)]
         spec = Spec(f"cleave-{engine.run}-{pod}", self._command, bridge.id, labels={"cleave.pod": str(pod)})
         if self.allotments is not None:
             limits, whole = self.allotments[pod], self.allotments[pod].container
             spec = replace(spec, quota_us=whole.quota_us, period_us=whole.period_us, memory_bytes=limits.memory_bytes)
-        container, stream = engine.start(spec, self._ground.image)
+        container, stream = engine.start(spec, self._container_host.image)
         self._running[pod] = PodContainer(engine, container, stream, bridge)
         self.started += 1
 
     def _throttle(self, allotments: Sequence[Allotment]) -> None:
         """Set quotas for the devices' arithmetic or, where the engine's machine does not allow that, for whole
         containers."""
-        engine, handles = self._ground.engine, self._handles
+        engine, handles = self._container_host.engine, self._handles
         pods = [
             {"process": pod.engine_pid} | asdict(limits.arithmetic)
             for pod, limits in zip(handles, allotments, strict=True)
         ]
         spec = Spec(f"cleave-{engine.run}-quotas", ["emulator.containers.throttle"], sets_quotas=True)
         try:
-            code, _, errors = engine.ask(spec, self._ground.image, json.dumps({"pods": pods}).encode())
+            code, _, errors = engine.ask(spec, self._container_host.image, json.dumps({"pods": pods}).encode())
             if code != 0:
                 raise EngineError((errors.strip() or f"exit code {code}").removeprefix("throttle: ").splitlines()[-1])
         except EngineError as error:
@@ -285,7 +285,7 @@ class ContainerPods(PodGroup):
             time.sleep(0.05)
         for pod in self._handles:
             pod.close()
-        self._ground.engine.remove_containers(self._ground.engine.run)
+        self._container_host.engine.remove_containers(self._container_host.engine.run)
 
 
 def allotments(fleet: Fleet, core_flops: float, modelled: bool) -> list[Allotment]:

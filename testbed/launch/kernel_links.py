@@ -25,7 +25,7 @@ from emulator.containers.subnets import free_subnets, split
 from emulator.links.shaping_plan import PREFIX_TAKEN, PodLinks, addresses, room
 from emulator.model.fleet import Fleet
 from emulator.model.link import NO_TRACE, LinkSpec, link_specs, links_to_json, plain_links
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 
 INTERFACE = "eth*"  # an engine names a container's first interface eth0, and a reattached one eth1
 
@@ -43,9 +43,9 @@ class End:
 
 
 class KernelLinks:
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, container_host: ContainerHost) -> None:
         """Raises at once if the engine's kernel cannot shape links."""
-        self._ground = ground
+        self._container_host = container_host
         self._asked = 0
         self._pods: list[PodLinks] = []
         self._traces: list[Any] = []
@@ -87,7 +87,7 @@ class KernelLinks:
     def _apply_behind_prefixes(self, specs: Sequence[LinkSpec], ends: Sequence[End]) -> dict[str, Any]:
         """Pods of many devices: ranges that look free, and others where the kernel reports a conflict. The pods share
         one range if it is large enough."""
-        free = free_subnets(self._ground.engine.used_ranges())
+        free = free_subnets(self._container_host.engine.used_ranges())
         most = -(-len(specs) // len(ends))
         while (first := next(free, None)) is not None:
             prefixes = split(first, len(ends))
@@ -110,7 +110,9 @@ class KernelLinks:
         self._followed_since = self._followed_since or time.monotonic()
         following = {address: (trace, offset_s + passed_s) for address, (trace, offset_s) in self._following.items()}
         told = {"pods": [pod.to_json() for pod in self._pods], "traces": self._traces, "following": following}
-        container, stream = self._ground.engine.start(self._spec("emulator.links.follow"), self._ground.image)
+        container, stream = self._container_host.engine.start(
+            self._spec("emulator.links.follow"), self._container_host.image
+        )
         stream.send_all(json.dumps(told).encode() + b"\n")
         self._follower = container, stream  # last: `check` must not read while this is being sent
 
@@ -138,7 +140,7 @@ class KernelLinks:
         """Stop changing rates; the links end with their containers."""
         if self._follower is not None:
             self._follower[1].close()
-            self._ground.engine.do("remove a container", self._follower[0].remove, force=True)
+            self._container_host.engine.do("remove a container", self._follower[0].remove, force=True)
             self._follower = None
 
     def told(self) -> str:
@@ -149,13 +151,13 @@ class KernelLinks:
 
     def _spec(self, *command: str) -> Spec:
         self._asked += 1
-        return Spec(f"cleave-{self._ground.engine.run}-links-{self._asked}", command, "host", shapes_links=True)
+        return Spec(f"cleave-{self._container_host.engine.run}-links-{self._asked}", command, "host", shapes_links=True)
 
     def _ask(self, what: str, pods: Sequence[PodLinks]) -> dict[str, Any]:
-        engine = self._ground.engine
+        engine = self._container_host.engine
         spec = self._spec("emulator.links.shaping", what)
         question = json.dumps({"pods": [pod.to_json() for pod in pods]}).encode()
-        code, output, errors = engine.ask(spec, self._ground.image, question)
+        code, output, errors = engine.ask(spec, self._container_host.image, question)
         said = errors.strip().removeprefix("shaping: ")
         if code == PREFIX_TAKEN:
             raise AddressesTaken(said)

@@ -1,7 +1,7 @@
 """Charts as inline SVG, and the few lines of HTML they need: no scripts, no files, no network.
 
 Colours come from the page's style (classes `one` and `two`, `curve`, `grid`, `axis`), so that they follow light and
-dark. `element` escapes whatever is not markup already: nothing reaches the page as it came.
+dark mode. `element` escapes everything that is not markup, so no raw text reaches the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 class Markup(str):
-    """Text that is HTML already; everything else is escaped before it reaches the page."""
+    """HTML; all other text is escaped before it reaches the page."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ Series = tuple[str, str, Sequence[float], Sequence[float]]  # name, class, x, y
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Values to places in the drawing."""
+    """Maps values to positions in the drawing."""
 
     x0: float
     x1: float
@@ -87,7 +87,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_chart(series: Sequence[Series], from_zero: bool = False) -> Markup:
-    """Curves over the step. Curves that agree hide each other, hence the last one is drawn wide and underneath."""
+    """Curves over the step. Curves that agree would hide each other, so the last one is drawn wide and underneath."""
     points = [[(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)] for _, _, xs, ys in series]
     together = [point for curve in points for point in curve]
     if not together:
@@ -123,7 +123,7 @@ def line_chart(series: Sequence[Series], from_zero: bool = False) -> Markup:
 
 
 def histogram(seconds: Array) -> Markup:
-    """How many blocks took how long; what lies above the 99th percentile stands in the last bar."""
+    """Number of blocks by duration; those above the 99th percentile are in the last bar."""
     seconds = seconds[np.isfinite(seconds)]
     if not len(seconds):
         return element("p", "no block has such a time in this run", class_="note")
@@ -162,7 +162,7 @@ _ALONE = """text { font: 12px system-ui, sans-serif; fill: #333 } .grid { stroke
 
 
 def area_chart(title: str, end: float, x_unit: str, shares: Sequence[float], y_unit: str) -> Markup:
-    """Means over equal parts of 0 to `end`, as a file of its own: it brings the style that a page otherwise has."""
+    """Means over equal parts of 0 to `end`, as a separate file, which brings its own style."""
     axes = Axes(0.0, end, 0.0, 1.08 * max(shares) or 1.0)
     part = end / len(shares)
     corners = [(0.0, 0.0)]
@@ -181,7 +181,7 @@ def area_chart(title: str, end: float, x_unit: str, shares: Sequence[float], y_u
 
 
 def scatter_chart(title: str, measured_s: Sequence[float], predicted_s: Sequence[float]) -> Markup:
-    """Predicted against measured times, both as powers of ten, as a file of its own; the diagonal is exact."""
+    """Predicted against measured times, both logarithmic, as a separate file; the diagonal is exact."""
     xs, ys = [math.log10(x) for x in measured_s], [math.log10(y) for y in predicted_s]
     low, high = min(*xs, *ys) - 0.1, max(*xs, *ys) + 0.1
     axes = Axes(low, high, low, high)
@@ -207,5 +207,5 @@ def _drawing(children: Iterable[Markup]) -> Markup:
 
 
 def some(count: int, most: int) -> list[int]:
-    """All of 0..count-1, or an even choice that has the first and the last."""
+    """All of 0..count-1, or an even choice that includes the first and the last."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most)).tolist()}) if count else []

@@ -45,14 +45,14 @@ class Summary:
     clock: dict[str, Any]
     devices: int
     pods: int
-    joined_s: float  # from the start of the first pod until all devices were there
+    joined_s: float  # from the start of the first pod until all devices had joined
     steps: int
-    losses: list[float]  # none where there are shapes only
+    losses: list[float]  # empty with shapes only
     reference_losses: list[float]
-    loss_max_abs_diff: float | None  # None where there are shapes only
+    loss_max_abs_diff: float | None  # None with shapes only
     weights_max_abs_diff: float | None
     step_s: dict[str, float]  # achieved
-    predicted_step_s: float | None  # by the model, before the run; None where nothing is modelled
+    predicted_step_s: float | None  # by the model, before the run; None if nothing is modelled
     first_step_s: float
     products_per_step: int
     flops_done: int  # by devices
@@ -61,28 +61,28 @@ class Summary:
     devices_used: int
     bytes_down: int  # to devices, each slab charged to every device that needs it
     bytes_up: int
-    socket_bytes_down: int  # what went through this host's sockets: a slab once a connection
+    socket_bytes_down: int  # bytes through this host's sockets: a slab once per connection
     lost_devices: int
-    real_devices: dict[str, int]  # not emulated, whoever joined: name -> blocks returned; see ps/transport/roster.py
-    basis: dict[str, int]  # where the figures of the emulated devices come from
-    links: str  # modelled, or by the kernel, and what of them is not
+    real_devices: dict[str, int]  # every real device that joined: name -> blocks returned; see ps/transport/roster.py
+    basis: dict[str, int]  # provenance of the emulated devices' figures
+    links: str  # modelled or by the kernel, and which effects are not
     training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
     fidelity: dict[str, Any]
     verdict: str
     memory_bytes: int = 0
     total_s: float = 0.0  # real seconds of the whole run
     reasons: list[str] = field(default_factory=list)
-    recovery: dict[str, float] = field(default_factory=dict)  # all departures; and of those with work in their hands
+    recovery: dict[str, float] = field(default_factory=dict)  # all departures; and those of devices with work
     verification: dict[str, float] = field(default_factory=dict)
-    late_blocks_helped: int = 0  # overdue, and cut over others as well
+    late_blocks_helped: int = 0  # overdue blocks that got a speculative copy
     suspended: dict[str, str] = field(default_factory=dict)  # device -> why
-    real_devices_forgotten: int = 0  # how many more there were, which have left and returned nothing
+    real_devices_forgotten: int = 0  # further real devices, which left without returning a block
     departures: list[dict[str, Any]] = field(default_factory=list)  # real devices that left, why, and for how long
-    device_files: list[str] = field(default_factory=list)  # of real devices: kinds for other scenarios
-    audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against asked for
-    audit_line: str = ""  # the same in a line
-    fleet: dict[str, Any] = field(default_factory=dict)  # who really worked: at the beginning, at the end, at least
-    incomplete: list[str] = field(default_factory=list)  # why there is less than was asked for: steps, files
+    device_files: list[str] = field(default_factory=list)  # kinds for other scenarios, made from real devices
+    audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against requested
+    audit_line: str = ""  # the same in one line
+    fleet: dict[str, Any] = field(default_factory=dict)  # devices that worked: at the start, at the end, at least
+    incomplete: list[str] = field(default_factory=list)  # why there is less than requested: steps, files
     version: int = RESULTS_VERSION
 
 
@@ -124,14 +124,14 @@ def environment() -> dict[str, Any]:
 
 
 class EventLog:
-    """events.jsonl: one line an event, written as it happens, stamped in device time. What cannot be written is lost,
-    and `keeping` knows that it is; when there is room again, the next event is written."""
+    """events.jsonl: one line per event, written as it happens, stamped in device time. A line that cannot be written is
+    lost and noted in `keeping`; when there is space again, the next event is written."""
 
     def __init__(self, path: Path, clock: Clock | None = None, keeping: Keeping | None = None) -> None:
         self._file = path.open("wb", buffering=0)
         self._name, self._keeping = path.name, keeping
-        self._lock = threading.Lock()  # server, injector and watch have threads of their own
-        self._torn = False  # the last line is not complete
+        self._lock = threading.Lock()  # server, injector and watchdog have their own threads
+        self._torn = False  # the last line is incomplete
         self._clock = clock or WallClock()
         self._begun_ns = self._clock.now_ns()
 
@@ -158,7 +158,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity; null says that there is no number."""
+    """JSON has no NaN and no infinity; null means that there is no number."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -182,7 +182,7 @@ def write_blocks(
 
 
 def write_ledger(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str], links: str) -> None:
-    """One row a device: asked against achieved, over which links."""
+    """One row per device: asked against achieved, over which links."""
     table = {name: pyarrow.array(values) for name, values in columns.items()}
     table["links"] = pyarrow.array([links] * len(columns["device"]), pyarrow.string())
     table["device_name"] = pyarrow.array([labels[device] for device in columns["device"].tolist()], pyarrow.string())
@@ -202,7 +202,7 @@ def write_summary_text(path: Path, summary: Summary) -> None:
 
 
 class Printer(Protocol):
-    """A Rich console, or what prints like one."""
+    """A Rich console, or anything that prints like one."""
 
     def print(self, what: object, /) -> None: ...
 
@@ -220,8 +220,8 @@ def print_summary(console: Printer, s: Summary) -> None:
         ("loss against plain PyTorch", _difference(s, s.loss_max_abs_diff) + f" over {s.steps} steps"),
         ("weights after the last step", _difference(s, s.weights_max_abs_diff)),
         ("FLOPs done by devices", f"{s.flops_done:,}, {'all' if same else 'NOT all'} of the step's products"),
-        ("seconds a step", _seconds(s)),
-        ("blocks", f"{s.blocks:,} on {s.devices_used:,} devices, {s.products_per_step} products a step"),
+        ("seconds per step", _seconds(s)),
+        ("blocks", f"{s.blocks:,} on {s.devices_used:,} devices, {s.products_per_step} products per step"),
         ("bytes down / up", f"{format_size(s.bytes_down)} / {format_size(s.bytes_up)}"),
         (
             "blocks late",
@@ -255,7 +255,7 @@ def print_summary(console: Printer, s: Summary) -> None:
     if s.audit_line:
         rows.append(("faults and churn", s.audit_line))
     for label, text in rows:
-        table.add_row(label, text if label == "verdict" else escape(text))  # a device's name is a stranger's text
+        table.add_row(label, text if label == "verdict" else escape(text))  # a device's name is untrusted text
     console.print(table)
     if not s.losses:
         return
@@ -345,5 +345,5 @@ def _against(s: Summary) -> str:
 
 
 def _some(count: int, most: int) -> list[int]:
-    """All of 0..count-1, or a choice that has the first and the last."""
+    """All of 0..count-1, or a choice that includes the first and the last."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))})

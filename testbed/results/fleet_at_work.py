@@ -1,4 +1,4 @@
-"""Which fleet really did the work of a run, and who went although no scenario asked for it."""
+"""Which devices really did the work of a run, and which were lost without the scenario asking for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ps.transport.attendance import LOST, Attendance
 from testbed.launch.pods import Death
 from testbed.runs.scenario import Scenario
 
-SHOWN = 5  # causes of one kind that are told one by one
+SHOWN = 5  # causes per kind that are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Who was there when the first step began."""
+    """The fleet when the first step began."""
 
     emulated: int
     real: int
-    lost: int  # emulated ones, before that
+    lost: int  # emulated devices, before that
     suspended: int
     arrived: int
     deaths: int = 0  # of pods, before that
@@ -40,13 +40,14 @@ def worked(
     deaths: Sequence[Death],
     stood_still_s: Sequence[float],
 ) -> Worked:
-    """`asked`: emulated devices that the scenario has there at the beginning. `suspended`: why, of each that was."""
+    """`asked`: emulated devices present at the start, by the scenario. `suspended`: the reason for each suspended
+    device."""
     real = len(attendance.present)
     disturbed = bool(scenario.faults or scenario.churn)
     unasked = [_died(death) for death in deaths[:SHOWN]]
     if len(deaths) > SHOWN:
         unasked.append(f"{len(deaths) - SHOWN} more pods ended")
-    # whoever a scenario takes away is lost as well; what else was lost then cannot be told from it
+    # devices that a scenario takes away are lost as well; other losses at that time cannot be told from them
     taken = sum(death.devices for death in deaths[begun.deaths :])
     silent = 0 if disturbed else _emulated_lost(attendance) - begun.lost - taken
     if silent > 0:

@@ -1,6 +1,7 @@
-"""What is kept of a run when the file system has no room, or fails: as much as can be, and a note of what is missing.
+"""Keeps as much of a run's results as possible when the file system is full or fails, and notes what is missing.
 
-Training is worth more than its files: a full disk is said once, the run goes on, and its results are marked incomplete.
+Training is worth more than its files: a full disk is reported once, the run goes on, and its results are marked
+incomplete.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from pathlib import Path
 
 class Keeping:
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.missing: list[str] = []  # files, in the order in which they turned out to be incomplete
-        self.why = ""  # the first time
+        self.missing: list[str] = []  # files, in the order in which they were found incomplete
+        self.why = ""  # the first error
         self._say = say
 
     @property
     def told(self) -> str:
-        """For the verdict; empty if all is there."""
+        """For the verdict; empty if everything is there."""
         return f"results are incomplete: {', '.join(self.missing)} ({self.why})" if self.missing else ""
 
     def lost(self, name: str, error: OSError) -> None:
@@ -31,12 +32,12 @@ class Keeping:
             self.missing.append(name)
 
     def without(self, *names: str) -> None:
-        """These cannot be made, since another one is missing."""
+        """These files cannot be made because another one is missing."""
         self.missing += [name for name in names if name not in self.missing]
 
     def write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Written aside and put in its place when it is complete: half a table cannot be read, and takes room that
-        the others need; what was there before stays until then. A folder that has gone is made again."""
+        """Write to a temporary file and rename it when it is complete: half a table is useless and takes space that the
+        others need; the earlier version stays until then. A folder that has disappeared is created again."""
         part = path.with_name(f".{path.name}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""A finished run to look at: trace.json for a timeline, report.html for everything else.
+"""Makes a finished run visible: trace.json for a timeline, report.html for everything else.
 
-Reads the results folder (blocks.parquet, steps.csv, summary.json) and nothing else; starts nothing, asks no network.
-The trace opens in ui.perfetto.dev and chrome://tracing. It is bounded, and says what it leaves out.
-The page is one file without scripts. Names in it may come from a stranger's device, so everything is escaped.
+Reads only the results folder (blocks.parquet, steps.csv, summary.json); starts nothing, uses no network. The trace
+opens in ui.perfetto.dev and chrome://tracing. Its size is bounded, and it says what it leaves out. The page is one file
+without scripts. Names in it may come from untrusted devices, so everything is escaped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from agent.protocol.errors import UserError
 from agent.protocol.units import format_duration, format_size
 from testbed.results.charts import Markup, element, histogram, line_chart, some
 
-TRACE_EVENTS = 40_000  # at most; the limits below add up to less
+TRACE_EVENTS = 40_000  # limit; the limits below add up to less
 TRACE_DEVICES = 60
 TRACE_BLOCKS = 26_000
 TRACE_PRODUCTS = 4_000
 TRACE_STEPS = 2_000
 TRACE_COUNTER = 4_000
-TRACE_LANES = 16  # tracks a device may need for blocks that overlap
+TRACE_LANES = 16  # tracks per device for overlapping blocks
 SLOWEST_DEVICES = 15
 STEPS_LISTED = 200
 
@@ -49,7 +49,7 @@ class ReportError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run as it was written. `blocks` are columns in the order of sending; names are indices into `names`."""
+    """A finished run. `blocks` are columns in the order of sending; names are indices into `names`."""
 
     blocks: dict[str, Array]
     names: dict[str, list[str]]
@@ -78,9 +78,9 @@ def read_run(folder: Path) -> Finished:
 
 
 def _read_blocks(path: Path) -> tuple[dict[str, Array], dict[str, list[str]]]:
-    path.stat()  # a missing file is told by its name
+    path.stat()  # a missing file is reported by its name
     table = pyarrow.parquet.read_table(path)
-    if not table.num_columns:  # a run in which no block was answered
+    if not table.num_columns:  # no block was answered in this run
         whole = {name: np.empty(0, np.int64) for name in (*_NAMES, *_COUNTS)}
         return {**whole, "real": np.empty(0, bool), **{name: np.empty(0) for name in _TIMES}}, {n: [] for n in _NAMES}
     order = np.argsort(table["sent_s"].to_numpy(), kind="stable")
@@ -93,7 +93,7 @@ def _read_blocks(path: Path) -> tuple[dict[str, Array], dict[str, list[str]]]:
             names[name] = values.dictionary.to_pylist()
             values = values.indices
         columns[name] = values.to_numpy(zero_copy_only=False)[order]
-    marked = "real" in table.column_names  # a run of an earlier release does not say
+    marked = "real" in table.column_names  # runs of earlier releases do not have it
     columns["real"] = table["real"].to_numpy()[order] if marked else np.isnan(columns["due_s"])
     return columns, names
 
@@ -170,8 +170,8 @@ def trace_events(run: Finished) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 class Tracks:
-    """Trace events so far. Slices of one track may not overlap (viewers would draw them as calls within calls, or drop
-    them), so what overlaps gets further tracks below the first, up to TRACE_LANES of them."""
+    """Trace events so far. Slices of one track may not overlap (viewers would draw them as nested calls, or drop them),
+    so overlapping ones get further tracks below the first, up to TRACE_LANES."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ class Tracks:
         self._label("process", 0, name, self.group)
 
     def add(self, name: str, slices: Sequence[tuple[str, float, float, dict[str, Any]]]) -> int:
-        """Slices sorted by their begin; how many there was room for."""
+        """Slices sorted by their start; returns how many fit."""
         lanes = _lanes([(begin, end) for _, begin, end, _ in slices])
         used = 1 + max((lane for lane in lanes if lane is not None), default=-1)
         first = self._tracks + 1
@@ -217,7 +217,7 @@ def _about(blocks: dict[str, Array], row: int) -> dict[str, Any]:
 
 
 def _counter(group: int, blocks: dict[str, Array]) -> list[dict[str, Any]]:
-    """Blocks in flight: at every change, or at evenly spaced moments if there are too many of those."""
+    """Blocks in flight: at every change, or at evenly spaced times if there are too many changes."""
     sent, received = blocks["sent_s"], np.sort(blocks["received_s"])
     moments = np.unique(np.concatenate([sent, received]))
     if len(moments) > TRACE_COUNTER:
@@ -230,7 +230,7 @@ def _counter(group: int, blocks: dict[str, Array]) -> list[dict[str, Any]]:
 
 
 def _lanes(spans: Sequence[tuple[float, float]]) -> list[int | None]:
-    """For spans sorted by their begin, a lane each such that none overlap in a lane; None beyond the last lane."""
+    """A lane for each span, sorted by their start, such that no two overlap in a lane; None beyond the last lane."""
     free = list(range(TRACE_LANES))  # a sorted list is a heap
     busy: list[tuple[float, int]] = []
     lanes: list[int | None] = []
@@ -272,7 +272,7 @@ def page(run: Finished) -> str:
         ("plain PyTorch", "two", numbers, [row.get("reference_loss", math.nan) for row in run.steps]),
     ]
     seconds = [("seconds", "one", numbers, [row["seconds"] for row in run.steps])]
-    difference = s.get("loss_max_abs_diff")  # null where a loss is no number
+    difference = s.get("loss_max_abs_diff")  # null if a loss is not a number
     body = [
         element("h1", title),
         _verdict(s),
@@ -281,9 +281,9 @@ def page(run: Finished) -> str:
             _figure(
                 "Loss", f"largest difference {math.nan if difference is None else difference:.1e}", line_chart(losses)
             ),
-            _figure("Seconds a step", _percentiles(s), line_chart(seconds, from_zero=True)),
+            _figure("Seconds per step", _percentiles(s), line_chart(seconds, from_zero=True)),
             _figure("Time of a block", "from sent to received", histogram(took_s)),
-            _figure("Lateness of a block", "received after the moment the model asked for", histogram(late_s)),
+            _figure("Lateness of a block", "time received, after the time due by the model", histogram(late_s)),
             class_="charts",
         ),
         element("h2", "Slowest devices"),
@@ -376,7 +376,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], class_: str =
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Every key of the summary as people read it; lists of numbers stand in the charts and the table of steps."""
+    """Every key of the summary in readable form; lists of numbers are in the charts and the table of steps."""
     for key, item in value.items():
         words = f"{prefix}{key}".replace("_", " ").split()
         label = " ".join(word for word in words if word != "s")  # the unit is in the value
@@ -400,11 +400,11 @@ def _human(words: list[str], value: float) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light dark; --ground: #fbfbf9; --ink: #1c1d1f; --soft: #62666d; --line: #dddfe2; --card: #ffffff;
+:root { color-scheme: light dark; --page: #fbfbf9; --ink: #1c1d1f; --soft: #62666d; --line: #dddfe2; --card: #ffffff;
   --one: #1f6fd0; --two: #e2862d; --good: #18794e; --fair: #9a6200; --bad: #c22f26; }
-@media (prefers-color-scheme: dark) { :root { --ground: #17181a; --ink: #e9e9e7; --soft: #a0a4ab; --line: #34373b;
+@media (prefers-color-scheme: dark) { :root { --page: #17181a; --ink: #e9e9e7; --soft: #a0a4ab; --line: #34373b;
   --card: #1f2124; --one: #6aaef7; --two: #f0a04f; --good: #4cc38a; --fair: #e5b24b; --bad: #ff7b70; } }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1160px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 24px; margin: 0 0 14px; } h2 { font-size: 18px; margin: 32px 0 8px; }
 .verdict { border-left: 5px solid; padding: 8px 14px; background: var(--card); }

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class Display:
         self._progress: Progress | None = None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        # not as markup: the text may hold names that strangers gave their devices
+        """Print a line that stays."""
+        # no markup: the text may contain names that device owners chose
         self.print(Text.assemble((f"{time.monotonic() - self._begun:7.1f} s", "dim"), "  ", text))
 
     def print(self, what: object) -> None:
-        """Training is worth more than its log: if that has a full disk, or no reader any more, the run goes on and
-        prints nothing more."""
+        """Training is worth more than its log: if the disk is full or the reader is gone, the run goes on and prints
+        nothing more."""
         target = self._progress.console if self._progress is not None else self.console
         try:
             target.print(what, soft_wrap=isinstance(what, str | Text))
-        except (OSError, ValueError, SystemExit):  # Rich ends the program when the reader has gone
+        except (OSError, ValueError, SystemExit):  # Rich ends the program when the reader is gone
             if target.file is sys.stdout:
                 with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
-                    os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is still buffered must go somewhere
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())  # buffered output must go somewhere
             target.quiet = True
 
     @contextmanager
     def phase(self, title: str, fraction: Callable[[], float], status: Callable[[], str]) -> Iterator[None]:
-        """Something that takes a while: shows how far it is and how long it will take, until the block ends."""
+        """Show the progress of a long phase and the time left, until the block ends."""
         stop = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(title, fraction, status, stop), daemon=True)
         if self.console.is_terminal:
@@ -82,7 +82,7 @@ class Display:
             before = 0.0
             while not stop.wait(PLAIN_EVERY_S):
                 done, elapsed = fraction(), time.monotonic() - begun
-                # of what does not move nobody knows how long it takes
+                # no estimate while nothing moves
                 moving = done > before and done > 0.02
                 left = f", about {elapsed * (1 - done) / done:.0f} s left" if moving else ""
                 self.say(f"{title}: {100 * done:.0f}%, {status()}{left}")

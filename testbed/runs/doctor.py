@@ -1,8 +1,8 @@
-"""`cleave doctor`: what this host can do, what is used instead of the rest, and how many devices are honest on it.
+"""`cleave doctor`: what this host can do, what replaces the rest, and how many devices it emulates honestly.
 
 Facts come from a few harmless commands; kernel features are tried in a network namespace that ends with the command.
-The largest honest number of devices is found by short probes in real time (`testbed.runs.trial_step`): double or
-halve the scenario's number until the answer changes, then divide the interval; what is too many is so twice.
+The largest honest number of devices is found by short trial steps in real time (`testbed.runs.trial_step`): double or
+halve the scenario's number until the answer changes, then bisect; a number counts as too many only if it fails twice.
 Everything that touches the host is passed in.
 """
 
@@ -29,8 +29,8 @@ from emulator.model.fidelity import STRETCH_ALLOWED, Fidelity
 
 COMMAND_LIMIT_S = 5.0
 MOST_DEVICES = 65_536
-CLOSE = 1.15  # the interval is divided until its ends are this near
-# A run is longer than a probe, and never quite like it: what is called honest keeps within what is allowed.
+CLOSE = 1.15  # bisect until the ends of the interval are this close
+# A run is longer than a trial step, and never quite like it: what is called honest keeps a margin to what is allowed.
 STRETCH_ENOUGH = 1.0 + 0.85 * (STRETCH_ALLOWED - 1.0)
 
 Try = Callable[[Sequence[str]], bool]
@@ -42,19 +42,19 @@ class Fact:
     name: str
     value: str
     fine: bool = True
-    instead: str = ""  # what is used where it is missing, or what to do about it
+    instead: str = ""  # what replaces it where it is missing, or what to do about it
 
 
 @dataclass(slots=True)
 class Honest:
     """How many devices of a scenario this host emulates in real time."""
 
-    devices: int  # the largest number that was found honest; 0 if none was
-    too_many: int | None  # the least that was found too many; None if none was
+    devices: int  # largest number found honest; 0 if none
+    too_many: int | None  # smallest number found too many; None if none
     asked: int  # by the scenario
     probes: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
-    scale: float = 1.0  # of the clock, for the number asked for
+    scale: float = 1.0  # of the clock, for the scenario's own number
     causes: list[str] = field(default_factory=list)  # what limits it
 
 
@@ -62,7 +62,7 @@ class Honest:
 
 
 def try_command(command: Sequence[str]) -> bool:
-    """Does it succeed? Nothing of it is shown."""
+    """Whether the command succeeds. Its output is discarded."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -71,7 +71,7 @@ def try_command(command: Sequence[str]) -> bool:
 
 
 def facts(attempt: Try = try_command, has: Callable[[str], str | None] = shutil.which) -> list[Fact]:
-    """What is there. A feature that needs a program which is missing counts as missing, and says so."""
+    """What this host has. A feature whose program is missing counts as missing, and says so."""
     memory = psutil.virtual_memory()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = math.inf if files[1] == resource.RLIM_INFINITY else files[1]
@@ -83,7 +83,7 @@ def facts(attempt: Try = try_command, has: Callable[[str], str | None] = shutil.
             "open files",
             f"{files[0]}, at most {hard:g}",
             hard >= 4096,
-            "" if hard >= 4096 else "agents with a connection each are limited by this; pods need one a process",
+            "" if hard >= 4096 else "agents with a connection each are limited by this; pods need one per process",
         ),
         _package("torch", "", "nothing runs without it: make setup"),
         _package("onnxruntime", "", "blocks are computed by NumPy"),
@@ -138,13 +138,13 @@ def largest_honest(
     tell: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Honest:
-    """By doubling or halving from the number asked for, then by bisection, within about so many seconds."""
+    """Double or halve from the scenario's number, then bisect, within about `limit_s` seconds."""
     found = Honest(0, None, asked)
     begun, low, high = clock(), 0, math.inf
 
     def honest(devices: int) -> bool:
         result = measure(devices)
-        if _worst(result) > STRETCH_ENOUGH:  # somebody else's moment on this host must not count against it
+        if _worst(result) > STRETCH_ENOUGH:  # try again: brief load by other processes must not count
             result = min(result, measure(devices), key=_worst)
         worst = _worst(result)
         fine = worst <= STRETCH_ENOUGH
@@ -182,11 +182,11 @@ def largest_honest(
     return found
 
 
-# ---- what is printed
+# ---- output
 
 
 def advice(found: Honest) -> list[str]:
-    """What to change when it is not enough."""
+    """What to change if that is not enough."""
     if found.devices >= found.asked:
         if found.too_many is None:
             return [f"no limit was found: up to {found.devices:,} devices the host keeps up"]
@@ -195,7 +195,7 @@ def advice(found: Honest) -> list[str]:
         f"the scenario's {found.asked:,} devices are too many for real time on this host"
         + (f": {'; '.join(found.causes)}" if found.causes else ""),
         f"slow the clock down: --set clock.kind=scaled --set clock.scale={found.scale:g}",
-        "or let nobody wait: --set clock.kind=virtual (add --set clock.arithmetic=false for shapes only)",
+        "or do not wait at all: --set clock.kind=virtual (add --set clock.arithmetic=false for shapes only)",
         "or lend less of each line (fleet.line_share), which makes steps longer and gives the host more time",
         "or take a host with more cores: pods and server share them",
     ]
@@ -233,6 +233,8 @@ def print_doctor(console: Console, found: Sequence[Fact], honest: Honest | None,
         )
     console.print(probes)
     limit = "none was too many" if honest.too_many is None else f"{honest.too_many:,} are too many"
-    console.print(f"largest honest number of devices: {honest.devices:,} ({limit}); {honest.seconds:.0f} s of probes")
+    console.print(
+        f"largest honest number of devices: {honest.devices:,} ({limit}); {honest.seconds:.0f} s of trial steps"
+    )
     for line in advice(honest):
         console.print(f"- {line}", soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Where a run takes place: a server with pods as processes or containers, or both in virtual time. The rest of a run
-cannot tell.
+"""Where a run takes place: a server with pods as processes or containers, or both in virtual time. The rest of the run
+cannot tell the difference.
 
-Each way gives a Host whose devices have joined, and ends whatever it has started, whatever happens.
+Each kind yields a Host whose devices have joined, and ends everything that it started, whatever happens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agent.protocol.units import parse_duration
 from android.bundle import NAME
 from android.serving import Serving
 from emulator.model.fleet import Fleet
-from ps.access.book_file import AccessFile, server_folder
+from ps.access.access_file import AccessFile, server_folder
 from ps.access.listening import is_loopback, split_endpoint
 from ps.graph.executor import Engine
 from ps.planning.planner import Planner
@@ -33,7 +33,7 @@ from ps.transport.server import HEARTBEAT_S, Server
 from testbed.access.inviting import own_addresses
 from testbed.access.releases import handed_out
 from testbed.faults.inject import Injector, Targets, injecting
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.container_pods import ContainerPods
 from testbed.launch.pods import Death, PodGroup
 from testbed.launch.processes import Pods
@@ -42,12 +42,12 @@ from testbed.runs.collecting import not_collecting
 from testbed.runs.display import Display
 from testbed.runs.real_devices import wait_for_phones
 from testbed.runs.scenario import Launch, Scenario
-from testbed.runs.watch import Watch
+from testbed.runs.watchdog import Watchdog
 from testbed.virtual.pods import VirtualPods
 from testbed.virtual.server import VirtualServer
 
-JOIN_TIMEOUT_S = 120.0  # without one more device; loading NumPy in many pods on a busy host took up to 20 s
-HEARTBEATS_PER_S = 250  # each way, at most: 1,000 took a third of a core, of server, pods and kernel together
+JOIN_TIMEOUT_S = 120.0  # without a further device joining; loading NumPy in many pods on a busy host took up to 20 s
+HEARTBEATS_PER_S = 250  # each way: 1,000 per second took a third of a core, over server, pods and kernel
 
 
 class RunError(Failure):
@@ -55,7 +55,7 @@ class RunError(Failure):
 
 
 class Accounts(Engine, Protocol):
-    """What a run needs of a server: an engine that keeps books."""
+    """What a run needs of a server: an engine that keeps records."""
 
     totals: Totals
     records: Records
@@ -77,11 +77,11 @@ class Launcher(Protocol):
     """How pods are started."""
 
     def pods_at(self, port: int) -> str | None:
-        """Where the server has to listen for pods that are not of this machine; None: they are."""
+        """Address where the server must listen for pods outside this machine; None: there are none."""
         ...
 
     def start(self, place: Place, server: Server, scale: float, display: Display) -> PodGroup:
-        """Of this server, on a clock of this scale."""
+        """Start pods for this server, on a clock of this scale."""
         ...
 
 
@@ -92,7 +92,7 @@ class Hosted(Targets, Protocol):
     def pids(self) -> list[int]: ...
     @property
     def deaths(self) -> list[Death]:
-        """Of pods, which no scenario asked for."""
+        """Pods that ended without the scenario asking for it."""
         ...
 
     def memory_bytes(self) -> int: ...
@@ -100,12 +100,12 @@ class Hosted(Targets, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is to be hosted."""
+    """What a run is to host."""
 
     scenario: Scenario
     fleet: Fleet
     pod_count: int
-    absent: list[int]  # devices that are not there at the beginning
+    absent: list[int]  # devices that are away at the start
     planner: Planner
 
 
@@ -116,16 +116,16 @@ class Host:
     clock: Clock
     injecting: Callable[[Injector], AbstractContextManager[None]]
     fleet: Fleet
-    joined_s: float  # real seconds from the first pod's start until all were there
+    joined_s: float  # real seconds from the start of the first pod until all had joined
     links: str = "modelled"  # for the summary
-    watch: Watch | None = None  # None where nothing can die: in virtual time
+    watch: Watchdog | None = None  # None in virtual time, where nothing can die
 
 
 Note = Callable[..., None]  # an event and its fields
 
 
 class OnThisMachine:
-    """Pods are processes beside the server's."""
+    """Pods are processes next to the server's."""
 
     def pods_at(self, port: int) -> str | None:
         return None
@@ -148,19 +148,19 @@ class InContainers:
     """Pods are containers of a Docker engine. They join from their own addresses, encrypted, with a key that the server
     trusts for this run."""
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
+    def __init__(self, container_host: ContainerHost) -> None:
+        self._container_host = container_host
 
     def pods_at(self, port: int) -> str | None:
-        return f"tcp://{self._ground.server_host()}:{port}"
+        return f"tcp://{self._container_host.server_host()}:{port}"
 
     def start(self, place: Place, server: Server, scale: float, display: Display) -> PodGroup:
         count, keys = place.pod_count, Keys.new()
-        server.trust(keys.public, "containers of this run", max(2, len(place.fleet)))  # one could not move
-        address, links = self._ground.server_at(server.unlisted_addresses[0]), place.scenario.links.kind
+        server.trust(keys.public, "containers of this run", max(2, len(place.fleet)))  # with 1 a device could not move
+        address, links = self._container_host.server_at(server.unlisted_addresses[0]), place.scenario.links.kind
         display.say(f"containers join at {address}, encrypted")
         curve = Curve(server.public_key, keys)
-        pods = ContainerPods(self._ground, place.fleet, count, address, links, place.absent, scale, curve)
+        pods = ContainerPods(self._container_host, place.fleet, count, address, links, place.absent, scale, curve)
         try:
             with display.phase(
                 f"{count:,} containers start", lambda: pods.started / count, lambda: f"{pods.started:,} of {count:,}"
@@ -177,19 +177,19 @@ class InContainers:
 
 @contextmanager
 def launcher(asked: Launch, pods: int) -> Iterator[Launcher]:
-    """What it takes to start pods as the scenario asks for; gone afterwards."""
+    """Whatever is needed to start pods as the scenario asks; removed afterwards."""
     if asked.kind == "processes":
         yield OnThisMachine()
         return
-    with Ground(asked, pods) as ground:
-        yield InContainers(ground)
+    with ContainerHost(asked, pods) as container_host:
+        yield InContainers(container_host)
 
 
 @contextmanager
 def on_pods(
     place: Place, server: Server, clock: ScaledClock, display: Display, note: Note, launch: Launcher
 ) -> Iterator[Host]:
-    """The server in this process, pods beside it, both on this clock."""
+    """The server in this process and pods outside it, on the same clock."""
     expected, wanted = len(place.fleet) - len(place.absent), place.scenario.fleet
 
     def notice(text: str) -> None:
@@ -208,8 +208,8 @@ def on_pods(
     except BaseException:
         server.stop()
         raise
-    watch = Watch(server, parse_duration(place.scenario.training.wait_for_devices), notice)
-    # the watch ends last: pods that it has started end with it
+    watch = Watchdog(server, parse_duration(place.scenario.training.wait_for_devices), notice)
+    # the watchdog ends last: pods that it has restarted end with its thread
     with watch, _ended(pods), _serving_files(place.scenario, server, display):
         try:
             with (
@@ -248,7 +248,8 @@ def _ended(pods: PodGroup) -> Iterator[None]:
 
 @contextmanager
 def _serving_files(asked: Scenario, server: Server, display: Display) -> Iterator[None]:
-    """What phones install and, if it is signed, what agents that are too old update to; only if it is asked for."""
+    """Serve what phones install and, if it is signed, the update for outdated agents; only if the scenario asks for
+    it."""
     port = asked.server.files
     if not port:
         yield
@@ -258,7 +259,7 @@ def _serving_files(asked: Scenario, server: Server, display: Display) -> Iterato
     url = f"http://{'127.0.0.1' if local else here}:{port}"
     given_out = handed_out(server_folder())
     with Serving("127.0.0.1" if local else "0.0.0.0", port, url, given_out.bundle, given_out.release) as serving:
-        if given_out.release is not None:  # what is not signed is offered to no device as an update
+        if given_out.release is not None:  # unsigned bundles are not offered as updates
             server.bundle = (f"{serving.url}/{NAME}", serving.bundle.sha256)
         display.say(f"phones fetch the agent at {serving.url}: cleave phones invite --port {port}")
         yield
@@ -292,14 +293,14 @@ def in_virtual_time(place: Place, server: VirtualServer, display: Display, note:
         note("notice", text=text)
 
     server.notice = notice
-    display.say(f"{server.devices:,} devices in virtual time: nobody waits, and the server's own work takes none")
+    display.say(f"{server.devices:,} devices in virtual time: no waiting, and the server's own work takes no time")
     note("server", address="")
     note("joined", devices=server.devices)
     yield Host(server, VirtualPods(server, place.pod_count), server.clock, server.injecting, place.fleet, 0.0)
 
 
 def real_server(place: Place, clock: ScaledClock, launch: Launcher) -> Server:
-    """Listens from now on, or says why it cannot."""
+    """A listening server, or an error that says why it cannot listen."""
     asked = place.scenario
     connections = len(place.fleet) if asked.links.kind == "kernel" else place.pod_count
     listen = [asked.server.listen] if asked.server.listen else []

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM. The first is raised as KeyboardInterrupt in the main thread and remembered: an exception raised
-inside foreign code may be swallowed there, a flag is not. From then on everything is being ended, and no further
-signal interrupts that. Cleaning up at the end of an undisturbed run (`held`) is not interrupted either: the signal is
-raised when it is done.
+"""Ctrl-C and SIGTERM. The first is raised as KeyboardInterrupt in the main thread and also remembered: an exception
+raised inside foreign code may be swallowed there, a flag is not. From then on the run is ending, and further signals do
+not interrupt that. Cleaning up at the end of an undisturbed run (`held`) is not interrupted either: the signal is
+raised afterwards.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_asked_s: float | None = None  # when the first signal came, on the monotonic clock
+_asked_s: float | None = None  # time of the first signal, on the monotonic clock
 _holding = 0
-_due = False  # a signal came while it was held back
+_due = False  # a signal arrived while signals were held back
 STILL_ENDING = b"\ncleave: ending what was started; a moment\n"
 
 
@@ -25,27 +25,27 @@ def install() -> None:
 
 
 def ending() -> None:
-    """Everything has ended but this process. Python gives signals their default meaning back while it shuts down: one
-    more would kill it, and its exit code would be lost."""
+    """Call when everything but this process has ended. Python restores the signals' default handlers while it shuts
+    down: one more signal would kill it, and its exit code would be lost."""
     if _asked_s is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 def asked_s() -> float | None:
-    """When it was asked for, if it was."""
+    """When the interrupt was requested; None if it was not."""
     return _asked_s
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if it has been asked for, now or earlier."""
+    """Raise KeyboardInterrupt if an interrupt was requested, now or earlier."""
     if _asked_s is not None:
         raise KeyboardInterrupt
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """What happens here is not interrupted: ending processes, removing containers. Only for what takes seconds."""
+    """Do not interrupt this block: ending processes, removing containers. Only for what takes seconds."""
     global _holding, _due
     _holding += 1
     try:
@@ -60,7 +60,7 @@ def held() -> Iterator[None]:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global _asked_s, _due
     if _asked_s is not None:
-        os.write(2, STILL_ENDING)  # not print: the signal may have come in the middle of one
+        os.write(2, STILL_ENDING)  # not print: the signal may have interrupted one
         return
     _asked_s = time.monotonic()
     if _holding:

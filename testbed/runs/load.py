@@ -1,4 +1,4 @@
-"""What the host does while steps run: CPU, steal time, how much of it is this run's. Two looks, no thread."""
+"""Load of the host during the steps: CPU time, steal time, and this run's part of it. Two samples, no thread."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ps.transport.jobs import Totals
 class Look:
     """CPU seconds so far."""
 
-    total_s: float  # of all cores, idle or not
+    total_s: float  # of all cores, busy or idle
     idle_s: float
     stolen_s: float
     own_s: float
     server_s: float
-    now_s: float  # on the server's clock of its own work
+    now_s: float  # on the server's own clock
 
 
 def look(pids: Sequence[int], totals: Totals, now_s: float) -> Look:
-    times = psutil.cpu_times()  # on Linux /proc/stat
+    times = psutil.cpu_times()  # on Linux from /proc/stat
     stolen_s = getattr(times, "steal", 0.0)
-    # guests are part of user time already
+    # guest time is already part of user time
     total_s = sum(value for name, value in times._asdict().items() if not name.startswith("guest"))
     idle_s = times.idle + getattr(times, "iowait", 0.0)
     own_s = 0.0

@@ -1,8 +1,8 @@
-"""Real devices of a run: waiting for those it cannot do without, and what is kept of them, to emulate them later.
+"""Real devices of a run: waiting for the required number, and keeping their profiles, to emulate them later.
 
-What a device measured of itself when it joined becomes `devices/NAME.json`, a profile for `cleave calibrate` and
-`cleave twin`, and `devices/NAME.toml`, a kind for scenarios: `fleet.kinds = { "runs/.../devices/NAME.toml" = 1.0 }`.
-A profile is a stranger's text: what makes no sense is left out, and what would take long to fit, too.
+What a device measured when it joined becomes `devices/NAME.json`, a profile for `cleave calibrate` and `cleave twin`,
+and `devices/NAME.toml`, a kind for scenarios: `fleet.kinds = { "runs/.../devices/NAME.toml" = 1.0 }`. A profile is
+untrusted text: invalid values are left out, and a profile that would take long to fit is not fitted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from testbed.twins.calibrate import device_file, file_name, text_literal
 
 log = logging.getLogger(__name__)
 
-MOST_SHAPES = 300  # of a profile that is fitted: the time goes with their cube
-MOST_FITS = 16  # profiles a run fits
-FITTING_S = 60.0  # after which no further one is begun; one takes 6 to 14 s on two cores
+MOST_SHAPES = 300  # of a profile that is fitted: the time grows with their cube
+MOST_FITS = 16  # profiles fitted per run
+FITTING_S = 60.0  # no further fit begins after this; one takes 6 to 14 s on two cores
 PAUSE_S = 0.25
 
 
@@ -40,7 +40,7 @@ class PhonesError(Failure):
 
 
 def wait_for_phones(server: Server, count: int, patience_s: float, display: Display) -> None:
-    """Until so many real devices are there. Whoever is there already counts."""
+    """Wait until `count` real devices have joined, including those that already have."""
     attendance, deadline = server.attendance, time.monotonic() + patience_s
 
     def there() -> str:
@@ -70,7 +70,7 @@ def joining(server: Server) -> str:
 
 
 def departures(attendance: Attendance) -> list[dict[str, Any]]:
-    """For the summary: who left, why, and for how long."""
+    """For the summary: which devices left, why, and for how long."""
     return [
         {
             "name": d.name,
@@ -92,11 +92,11 @@ def write_devices(
     keeping: Keeping,
     now_s: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """The files of all real devices. First each with its two figures; then models are fitted, once per measured
-    profile, however often a device has joined, and not for ever: a device that is not fitted keeps its two figures, and
-    `cleave calibrate` fits it later. The kinds' names."""
+    """Write the files of all real devices. First each device's two figures; then models are fitted, once per measured
+    profile, however often a device has joined, and within limits: a device that is not fitted keeps its two figures,
+    and `cleave calibrate` can fit it later. Returns the names of the kinds."""
     kinds: dict[Path, str] = {}
-    to_fit: dict[str, list[Path]] = {}  # profile -> devices that have it
+    to_fit: dict[str, list[Path]] = {}  # profile -> devices with that profile
     for device in sorted(attendance.real):
         name, row = labels[device], profiles[device]
         about = attendance.about.get(name, {})
@@ -122,7 +122,7 @@ def _fit_all(
     keeping: Keeping,
     now_s: Callable[[], float],
 ) -> None:
-    """Of devices with the same profile, the first is fitted."""
+    """Of devices with the same profile, only the first is fitted."""
     begun_s, done = now_s(), 0
     display.say("results are written; fitting models to the real devices, which may be interrupted")
     with display.phase("fitting real devices", lambda: done / len(groups), lambda: f"{done} of {len(groups)} profiles"):
@@ -153,7 +153,7 @@ def _fitted(path: Path, kind: str) -> str | None:
         if len(samples.shapes) > MOST_SHAPES:
             raise ProfileError(f"{len(samples.shapes)} shapes are too many")
         return device_file(samples, calibrate(samples), kind)
-    except Exception as error:  # a stranger's figures may break the fit in any way
+    except Exception as error:  # untrusted figures may break the fit in any way
         log.info("no model for %s: %s", path.name, error)
         return None
 

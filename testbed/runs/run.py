@@ -1,7 +1,7 @@
 """One run, from scenario to verdict: reference, fleet, training, results.
 
 The same seeds, the same batches and the same loop train the model twice: once as plain PyTorch, once with every matrix
-product on the fleet. The run is only as good as the agreement of the two.
+product on the fleet. A run is valid only if the two agree.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from testbed.runs.hosts import Accounts, Host, Place, in_virtual_time, launcher,
 from testbed.runs.real_devices import departures, write_devices
 from testbed.runs.scenario import Scenario, dump_scenario
 from testbed.runs.training import Reference, Task, Trained, distributed, reference, shapes_only
-from testbed.runs.trial_step import Probe
+from testbed.runs.trial_step import TrialStep
 
 LOSS_TOLERANCE = 1e-4
 
 
 def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summary]:
     begun = time.monotonic()
-    interrupts.check()  # what imported PyTorch may have swallowed it
+    interrupts.check()  # importing PyTorch may have swallowed it
     config = model_config(scenario.model.name, Path(scenario.model.config) if scenario.model.config else None)
     text = read_text(scenario.data.text)
     _check_sizes(config, scenario)
@@ -71,13 +71,13 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     virtual, scale = chosen.kind == "virtual", chosen.scale
     if scenario.clock.kind == "auto":
         display.say(f"clock: {chosen.kind}, scale {scale:g}: {chosen.why}")
-    torch.set_num_threads(cores if virtual else max(1, cores // 2))  # the other half belongs to the pods
+    torch.set_num_threads(cores if virtual else max(1, cores // 2))  # the other half is for the pods
 
     planner = Planner(scenario.planner.kind, scenario.planner.cap)
     place = Place(scenario, fleet, pod_count, absent, planner)
     clock = ScaledClock(scale)
     with ExitStack() as stack:
-        # what may fail comes before there is a folder
+        # what may fail comes before the folder is created
         if virtual:
             modelled = virtual_server(place)
         else:
@@ -131,7 +131,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         keeping.write(folder / "summary.json", lambda path: write_json(path, asdict(summary)))
         keeping.write(folder / "summary.txt", lambda path: write_summary_text(path, summary))
 
-    # what takes little room and time first: whatever happens then, this is there
+    # small, quick files first: they exist whatever happens next
     keeping.write(folder / "steps.csv", lambda path: write_steps(path, trained.rows))
     keep_summary()
     if columns:
@@ -153,7 +153,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
 def _mark_incomplete(summary: Summary, keeping: Keeping, trained: Trained) -> None:
     summary.incomplete = [told for told in (trained.stopped, keeping.told) if told]
     if keeping.told:
-        # the text says more each time
+        # the text grows each time
         summary.reasons = [reason for reason in summary.reasons if not reason.startswith("results are incomplete")]
         summary.reasons.append(keeping.told)
         if summary.verdict == fidelity.VALID:
@@ -175,7 +175,7 @@ def _worked(place: Place, host: Host, trained: Trained) -> fidelity.Worked:
 
 def _probe(scenario: Scenario, scale: float, display: Display) -> fidelity.Fidelity:
     display.say("clock: one step in real time, to see whether this host keeps up; about 20 s")
-    return Probe(scenario).measure(scenario.fleet.devices, scale)
+    return TrialStep(scenario).measure(scenario.fleet.devices, scale)
 
 
 def _summary(
@@ -221,9 +221,9 @@ def _summary(
         first_step_s=steps[0].seconds if steps else math.nan,
         products_per_step=trained.products,
         flops_done=totals.flops,
-        flops_reference=known.flops if known else trained.flops,  # of all steps, also if the run stopped before
+        flops_reference=known.flops if known else trained.flops,  # of all steps, even if the run stopped early
         blocks=totals.blocks,
-        devices_used=len({server.labels[d] for d in used.tolist()}),  # who returns has a new id and its old label
+        devices_used=len({server.labels[d] for d in used.tolist()}),  # after a return: new id, same label
         bytes_down=totals.operand_bytes,
         bytes_up=totals.result_bytes,
         socket_bytes_down=totals.sent_bytes,
@@ -252,8 +252,8 @@ def _summary(
 
 
 def loss_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest. Two losses that are NaN, or the same infinity, at the same step are equal: the training has diverged
-    as plain PyTorch does. NaN, which is never small enough, if only one is."""
+    """The largest difference. Two losses that are NaN, or the same infinity, at the same step are equal: the training
+    has diverged as plain PyTorch does. If only one is, the result is NaN, which never passes."""
     one, two = np.array(losses), np.array(reference)
     with np.errstate(invalid="ignore"):
         same = (one == two) | (np.isnan(one) & np.isnan(two))
@@ -267,7 +267,7 @@ def _verdict(
     comparable: bool,
     fleet: fidelity.Worked | None,
 ) -> fidelity.Fidelity:
-    """A step that was disturbed on purpose cannot be compared with the one that was predicted."""
+    """A deliberately disturbed step cannot be compared with the predicted one."""
     comparable = comparable and bool(trained.steps) and not (scenario.faults or scenario.churn)
     predicted = trained.predicted if comparable else None
     nothing = np.empty(0)
@@ -285,12 +285,12 @@ def _verdict(
 
 
 def _settled(steps: list[Step]) -> list[float]:
-    """Seconds of the steps without the first, if there are others."""
+    """Seconds of all steps but the first, if there are others."""
     return [s.seconds for s in steps[1:] or steps]
 
 
 def _compare(summary: Summary, trained: Trained) -> None:
-    """Is it what plain PyTorch does, and all of it? With shapes only there is no loss to compare."""
+    """Compare with plain PyTorch, and check that all of it was done. With shapes only there is no loss to compare."""
     if trained.stopped:
         summary.verdict = "FAILED"
         summary.reasons.insert(0, trained.stopped)
@@ -309,8 +309,7 @@ def _compare(summary: Summary, trained: Trained) -> None:
 
 
 def _recovery(server: Accounts) -> dict[str, float]:
-    """Devices that departed during the run, however they did, and what the stopwatch showed for those with work in
-    their hands."""
+    """Devices that left during the run, in whatever way, and the recovery times of those that had work."""
     departed = {how: count for how, count in sorted(server.attendance.departed.items()) if count}
     losses = [loss for loss in server.records.losses.values() if loss.done_ns]
     told: dict[str, float] = {"departures": sum(departed.values()), **departed} if departed else {}

@@ -1,10 +1,10 @@
 """Scenario files: one TOML file says what a run trains, on which fleet, over which links.
 
-`load_scenario` reads a file or one of the packaged scenarios, applies `--set key=value`, and checks everything
-against the models below. Whatever is wrong becomes one ScenarioError that names the file and the line, or the
-option, and says what is right; nothing else escapes from here for a user's mistake.
-A relative path counts from the folder of the file that holds it, and from the current folder in an override.
-Whether a model's name is known is checked by the server, which owns the models.
+`load_scenario` reads a file or one of the packaged scenarios, applies `--set key=value`, and checks everything against
+the models below. Every mistake becomes a ScenarioError that names the file and the line, or the option, and says what
+would be right; a user's mistake raises nothing else. A relative path counts from the folder of the file that holds it,
+and from the current folder in an override. Whether a model's name is known is checked by the server, which owns the
+models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ps.access.listening import is_loopback, split_endpoint
 from ps.planning.share_cap import YIELDING, Cap
 from testbed.runs.toml_lines import KeyPath, line_of_each_key, lines_of_table, parse_key, split_syntax_error
 
-# a key, and those of its section that it replaces
+# a key, and the keys of its section that it replaces
 _INSTEAD = {
     ("model", "name"): ("config",),
     ("model", "config"): ("name",),
@@ -52,7 +52,7 @@ NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 
 
 class ScenarioError(UserError):
-    """What is wrong with a scenario, where, and what would be right; one line a mistake."""
+    """What is wrong with a scenario, where, and what would be right; one line per mistake."""
 
 
 def _existing_file(path: str) -> str:
@@ -105,7 +105,7 @@ def _part(text: str) -> str:
     return text
 
 
-Duration = Annotated[str, AfterValidator(_duration)]  # stays as it was written
+Duration = Annotated[str, AfterValidator(_duration)]  # kept as written
 Rate = Annotated[str, AfterValidator(_rate)]
 Part = Annotated[str, AfterValidator(_part)]
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -143,16 +143,16 @@ class Training(_Section):
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     micro_batches: int = Field(default=1, ge=1)
-    wait_for_devices: Duration = "10 min"  # at most, when none is there that can go on; then the run keeps what it has
+    wait_for_devices: Duration = "10 min"  # longest wait while no device can go on; then the run keeps what it has
 
 
 class FleetSection(_Section):
     phones: int = Field(default=0, ge=0, le=100_000)  # real devices to wait for
     devices: int = Field(ge=0, le=1_000_000)  # emulated ones
-    phones_wait: Duration = "10 min"  # at most
+    phones_wait: Duration = "10 min"  # longest wait
     pods: int | Literal["auto"] = "auto"
     line_share: float = Field(default=1.0, gt=0, le=1)
-    uniform: Literal["paper", "moderate", "extreme"] | None = None  # a fleet of the Cleave authors' evaluation
+    uniform: Literal["paper", "moderate", "extreme"] | None = None  # a fleet from the Cleave authors' evaluation
     kinds: dict[DeviceName, Share] = Field(default_factory=dict)  # or shares of these devices and networks
     networks: dict[NetworkName, Share] = Field(default_factory=dict)
 
@@ -170,7 +170,7 @@ class FleetSection(_Section):
 
     @field_validator("devices")
     @classmethod
-    def _somebody(cls, devices: int, info: ValidationInfo) -> int:
+    def _at_least_one_device(cls, devices: int, info: ValidationInfo) -> int:
         if not devices and not info.data.get("phones"):
             raise ValueError("it must be greater than or equal to 1, unless phones = 2 says how many real ones train")
         return devices
@@ -180,7 +180,7 @@ class FleetSection(_Section):
     def _auto_or_a_number(cls, pods: object) -> object:
         if pods == "auto" or (isinstance(pods, int) and not isinstance(pods, bool) and pods >= 1):
             return pods
-        raise ValueError('it must be "auto" or a whole number of at least 1')  # one message instead of one a type
+        raise ValueError('it must be "auto" or a whole number of at least 1')  # one message instead of one per type
 
 
 class PlannerSection(_Section):
@@ -201,8 +201,8 @@ class Links(_Section):
 
 class ClockSection(_Section):
     kind: Literal["wall", "scaled", "virtual", "auto"] = "wall"
-    scale: float = Field(default=1.0, ge=1, le=10_000, allow_inf_nan=False)  # of scaled
-    arithmetic: bool = True  # of virtual; false: shapes only, no values and no loss
+    scale: float = Field(default=1.0, ge=1, le=10_000, allow_inf_nan=False)  # for kind = "scaled"
+    arithmetic: bool = True  # for kind = "virtual"; false: shapes only, no values and no loss
 
     @model_validator(mode="after")
     def _what_belongs_to_which(self) -> ClockSection:
@@ -216,9 +216,9 @@ class ClockSection(_Section):
 
 
 class Server(_Section):
-    host: str = Field(default="127.0.0.1", min_length=1)  # for this machine itself, in the clear
+    host: str = Field(default="127.0.0.1", min_length=1)  # for this machine only, unencrypted
     port: int = Field(default=0, ge=0, le=65535)
-    listen: str = ""  # for invited devices elsewhere, encrypted; empty: there are none
+    listen: str = ""  # for invited devices elsewhere, encrypted; empty: none
     files: int = Field(default=0, ge=0, le=65535)  # where phones fetch the agent over HTTP; 0: nowhere
 
     @field_validator("host")
@@ -226,7 +226,7 @@ class Server(_Section):
     def _this_machine(cls, host: str) -> str:
         if not is_loopback(host):
             raise ValueError(
-                f"{host} is not this machine alone, and here everybody may join; leave it at 127.0.0.1 and write "
+                f"{host} is not only this machine, and anyone could join there; leave it at 127.0.0.1 and write "
                 f'listen = "tcp://{host}:5555" for devices that you invite'
             )
         return host
@@ -241,9 +241,9 @@ class Server(_Section):
 
 class Launch(_Section):
     kind: Literal["processes", "docker"] = "processes"
-    restarts: int = Field(default=3, ge=0, le=1000)  # of each pod that ends unasked; of processes
-    image: str | None = Field(default=None, min_length=1)  # of docker, as all below; "cleave-device" if not given
-    subnet: str | None = Field(default=None, min_length=1)  # of the bridges; a free one if not given
+    restarts: int = Field(default=3, ge=0, le=1000)  # per pod process that ends unexpectedly
+    image: str | None = Field(default=None, min_length=1)  # docker only, as all below; default "cleave-device"
+    subnet: str | None = Field(default=None, min_length=1)  # of the bridges; default: a free one
     server_address: str | None = Field(default=None, min_length=1)  # of this machine, as containers reach it
 
     @model_validator(mode="after")
@@ -254,7 +254,7 @@ class Launch(_Section):
         return self
 
 
-# a fault, and the keys that it needs beside at, do and whom it is for
+# a fault, and the keys that it needs besides at, do and its targets
 _NEEDS = {"freeze": ("seconds",), "slow": ("factor",), "lie": ("how",), "flap": ("times", "period")}
 _NEEDS["stop"] = _NEEDS["disconnect"] = _NEEDS["freeze"]
 _MAY_HAVE = {"leave": ("seconds",), "vanish": ("seconds",)}
@@ -264,18 +264,18 @@ _EXAMPLES = {"seconds": "5", "factor": "4", "how": '"noise"', "times": "3", "per
 
 
 class Fault(_Section):
-    at: Duration  # after the first step begins
+    at: Duration  # since the start of the first step
     do: Literal[
         "leave", "vanish", "return", "freeze", "slow", "lie", "mute", "flap",
         "corrupt", "kill", "stop", "disconnect", "exhaust",
     ]  # fmt: skip
-    devices: int | None = Field(default=None, ge=1)  # so many, chosen by the seed
+    devices: int | None = Field(default=None, ge=1)  # this many, chosen by the seed
     share: Part | None = None  # or this part of the fleet
     network: NetworkName | None = None  # or all devices of one access network
-    pods: int | None = Field(default=None, ge=1)  # of those for whole pods, chosen by the seed; 1 if not given
-    # of freeze, stop, disconnect; of leave, vanish: until they return
+    pods: int | None = Field(default=None, ge=1)  # for faults of whole pods, chosen by the seed; default 1
+    # freeze, stop, disconnect: how long; leave, vanish: until they return
     seconds: float | None = Field(default=None, gt=0, le=1e6)
-    factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is as fast as the profile says
+    factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is the profile's speed
     how: Literal["noise", "element", "stale", "zeros", "nan", "signs", "bias"] | None = None  # of lie
     times: int | None = Field(default=None, ge=1, le=10_000)  # of flap
     period: Duration | None = None  # of flap: away for half of it, back for the other half
@@ -294,7 +294,7 @@ class Fault(_Section):
             raise ValueError(f'"{self.do}" is done to devices: write devices = 5, share = "10%" or network instead')
         elif len(whom) != 1:
             raise ValueError(
-                f'give one of devices = 5, share = "10%" or network = "uk-ftth" to say whom "{self.do}" is for'
+                f'give one of devices = 5, share = "10%" or network = "uk-ftth" to say which devices "{self.do}" is for'
             )
         needs = _NEEDS.get(self.do, ())
         for key in needs:
@@ -308,11 +308,11 @@ class Fault(_Section):
 
 class Churn(_Section):
     trace: FilePath | None = None  # a CSV or JSON file of sessions
-    kind: Literal["poisson", "flash", "seti"] | None = None  # or sessions made up by the seed
-    leave_per_minute: Rate | None = None  # of poisson: part of those who are there
+    kind: Literal["poisson", "flash", "seti"] | None = None  # or sessions generated from the seed
+    leave_per_minute: Rate | None = None  # of poisson: share of the devices present
     mean_away: Duration | None = None  # of poisson
-    speed_up: float = Field(default=1.0, gt=0, le=1e6)  # seconds of the trace in a second of the run
-    offset: Duration = "0 s"  # where in the trace the run begins
+    speed_up: float = Field(default=1.0, gt=0, le=1e6)  # seconds of the trace per second of the run
+    offset: Duration = "0 s"  # where in the trace the run starts
     how: Literal["vanish", "leave"] = "vanish"
 
     @model_validator(mode="after")
@@ -512,8 +512,8 @@ def _override(values: dict[str, Any], origins: dict[KeyPath, str], key: str, val
     for given, alternatives in _INSTEAD.items():
         if path[: len(given)] == given:
             for alternative in alternatives:
-                values[given[0]].pop(alternative, None)  # one is allowed: naming one takes the other back
-    _resolve_paths(values, Path.cwd())  # what the file gave is absolute by now
+                values[given[0]].pop(alternative, None)  # only one is allowed: setting one removes the other
+    _resolve_paths(values, Path.cwd())  # paths from the file are already absolute
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
     origins[path] = flag
@@ -531,7 +531,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain_all(error: ValidationError, origins: Mapping[KeyPath, str]) -> list[str]:
-    """One line a mistake; a misspelt key is not told a second time as a missing one."""
+    """One line per mistake; a misspelt key is not also reported as missing."""
     details = error.errors()
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     meant = {(*loc[:-1], *_nearest_key(str(loc[-1]), loc[:-1])) for loc in unknown}
@@ -541,7 +541,7 @@ def _explain_all(error: ValidationError, origins: Mapping[KeyPath, str]) -> list
 
 
 def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
-    """One line for one of pydantic's complaints."""
+    """One line for one of pydantic's errors."""
     path: KeyPath = tuple(str(part) for part in detail["loc"] if part != "[key]")
     where = next(origins[path[:depth]] for depth in range(len(path), -1, -1) if path[:depth] in origins)
     key, table = (path[-1] if path else ""), path[:-1]
@@ -564,7 +564,7 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
 
 
 def _heading(table: KeyPath) -> str:
-    """As it stands in a file: [fleet.kinds], and [[faults]] for one of a list."""
+    """As written in a file: [fleet.kinds], and [[faults]] for an item of a list."""
     name = ".".join(part for part in table if not part.isdigit())
     return f"[[{name}]]" if any(part.isdigit() for part in table) else f"[{name}]"
 
@@ -584,7 +584,7 @@ def _nearest_key(key: str, table: Iterable[object]) -> list[str]:
 
 
 def _fields_of(table: Iterable[object]) -> list[str]:
-    """The keys that a table may have; none where its keys are names of the user's choice."""
+    """The keys that a table may have; none where the user chooses the keys."""
     section: Any = Scenario
     for part in table:
         if str(part).isdigit():
@@ -598,5 +598,5 @@ def _fields_of(table: Iterable[object]) -> list[str]:
 
 
 def dump_scenario(scenario: Scenario) -> str:
-    """The resolved scenario as TOML: every key present, loads back to the same scenario."""
+    """The resolved scenario as TOML: every key is present, and it loads back to the same scenario."""
     return "\n".join(lines_of_table(scenario.model_dump(exclude_none=True))) + "\n"

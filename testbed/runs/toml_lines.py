@@ -1,8 +1,8 @@
-"""Lines of TOML: on which one a key stands, for error messages, because tomllib does not keep it; and tables as text.
+"""Lines of TOML: the line number of each key, for error messages, because tomllib does not keep it; and tables as text.
 
-Finding a key is a scan line by line, not a second parser: it follows table headers and `key = value`, and gives up
-quietly on what it does not understand (keys inside inline tables, text inside multi-line strings). A missing or odd
-line number makes a message a little worse, never a result wrong.
+Finding a key is a scan line by line, not a second parser: it follows table headers and `key = value`, and silently
+skips what it does not understand (keys inside inline tables, text inside multi-line strings). A missing or wrong line
+number makes a message a little worse, never a result wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACE = re.compile(r"\s*\(at (?:line (?P<line>\d+), column \d+|end of document)
 
 
 def parse_key(text: str) -> KeyPath | None:
-    """("fleet", "kinds") from "fleet.kinds", quoted parts allowed; None if it is no key."""
+    """("fleet", "kinds") from "fleet.kinds", quoted parts allowed; None if it is not a key."""
     try:
         table: Any = tomllib.loads(f"{text} = 0")
     except tomllib.TOMLDecodeError:
@@ -60,7 +60,7 @@ def line_of_each_key(text: str) -> dict[KeyPath, int]:
 
 
 def split_syntax_error(error: tomllib.TOMLDecodeError, text: str) -> tuple[int, str]:
-    """Line and reason of tomllib's complaint, which has the line only inside its sentence."""
+    """Line and reason of tomllib's error, which has the line only inside its message."""
     message = str(error)
     place = _PLACE.search(message)
     last_line = text.rstrip("\n").count("\n") + 1
@@ -70,7 +70,7 @@ def split_syntax_error(error: tomllib.TOMLDecodeError, text: str) -> tuple[int, 
 
 
 def lines_of_table(table: Mapping[str, Any], path: KeyPath = ()) -> Iterable[str]:
-    """A table as TOML, one that lies under `path`."""
+    """A table as TOML, located at `path`."""
     for key, value in table.items():
         if not isinstance(value, Mapping | list):
             yield f"{_quote_key(key)} = {_quote(value)}"
@@ -90,6 +90,6 @@ def _quote_key(key: str) -> str:
 
 
 def _quote(value: str | float | bool) -> str:
-    if isinstance(value, str):  # JSON's text is TOML's, except that TOML wants DEL escaped
+    if isinstance(value, str):  # a JSON string is a TOML string, except that TOML requires DEL escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,7 +1,7 @@
-"""The training of a run: plain PyTorch for reference, then the same steps on a fleet; or the shapes of the steps alone.
+"""The training of a run: plain PyTorch for reference, then the same steps on a fleet; or only the shapes of the steps.
 
-The same seeds, the same batches and the same loop train the model twice. Shapes alone is the same graph without values:
-products go through the same executor to the same fleet, everything else is free, and there is no loss.
+The same seeds, the same batches and the same loop train the model twice. Shapes only means the same graph without
+values: products go through the same executor to the same fleet, everything else is free, and there is no loss.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from testbed.runs.display import Display
 from testbed.runs.hosts import Host, Note
 from testbed.runs.load import Look, between, look
 from testbed.runs.scenario import Scenario
-from testbed.runs.watch import WaitedInVain
+from testbed.runs.watchdog import WaitedInVain
 from testbed.virtual.predict import Prediction, predict_step
 
-ENOUGH_TO_PART = 8  # devices: of fewer, to set one apart for weight gradients costs more than it saves
+ENOUGH_TO_PART = 8  # devices: with fewer, a team for weight gradients costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +50,21 @@ class Reference:
 @dataclass(frozen=True, slots=True)
 class Trained:
     steps: list[Step]
-    weights: list[torch.Tensor]  # without values where there are only shapes
+    weights: list[torch.Tensor]  # without values if there are only shapes
     rows: list[dict[str, Any]]  # of steps.csv
     predicted: Prediction | None
     parameters: int
-    products: int  # a step
+    products: int  # per step
     flops: int  # of all steps, by the captured graph
     host_s: float  # real seconds of all steps
     load: HostLoad
-    begun: Begun  # who was there then
-    stopped: str = ""  # why there are fewer steps than asked for
+    begun: Begun  # state of the fleet at the first step
+    stopped: str = ""  # why there are fewer steps than requested
 
 
 @dataclass(slots=True)
 class Task:
-    """What is trained where."""
+    """What is trained, and where."""
 
     scenario: Scenario
     config: Any
@@ -74,7 +74,7 @@ class Task:
     injector: Injector
     display: Display
     note: Note
-    local: float  # device seconds that a second of the server's own work takes
+    local: float  # device seconds per second of the server's own work
     begun: float = 0.0  # real time
     done: list[Step] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Task:
             return None
         server = self.host.server
         with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            real = server.attendance.real  # whatever they call themselves, they are none of the fleet
+            real = server.attendance.real  # whatever their labels, they are not part of the fleet
             labels = ["" if device in real else label for device, label in enumerate(server.labels)]
             links, models = links_of(self.host.fleet, labels), models_of(self.host.fleet, labels)
             told = predict_step(
@@ -156,7 +156,7 @@ class Task:
         self.begun = time.monotonic()
         server.attendance.mark()
         if self.host.watch is not None:
-            self.host.watch.stood_still_s.clear()  # what counts is the steps
+            self.host.watch.stood_still_s.clear()  # only the steps count
         begun, stopped = Begun.of(server.attendance, len(server.suspended), len(self.host.pods.deaths)), ""
         with (
             self.display.phase(
@@ -235,7 +235,7 @@ def reference(scenario: Scenario, config: Any, data: list[torch.Tensor], display
 
 
 def begins_early(scenario: Scenario) -> bool:
-    """Whether weight gradients are begun beside the rest."""
+    """Whether weight gradients start early, beside the critical products."""
     return scenario.planner.kind == "packed" and scenario.fleet.devices >= ENOUGH_TO_PART
 
 

@@ -1,7 +1,7 @@
-"""A short look at whether this host keeps up: one step of a scenario in real time, beside the same step modelled.
+"""Tests whether this host keeps up: one step of a scenario in real time, compared with the same step modelled.
 
-The step is captured once; every probe then starts a server and pods of its own, takes the step or as much of it as its
-time allows, and judges it as a run is judged. `cleave doctor` and `clock.kind = "auto"` ask it.
+The step is captured once. Each trial then starts its own server and pods, takes the step or as much of it as its time
+allows, and judges it as a run is judged. Used by `cleave doctor` and `clock.kind = "auto"`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from testbed.runs.scenario import Scenario
 from testbed.runs.training import begins_early
 from testbed.virtual.predict import ModelledFleet
 
-LIMIT_S = 15.0  # of one probe's step
+LIMIT_S = 15.0  # per trial
 
 
 class _Over(Failure):
-    """The probe has seen enough."""
+    """The trial has seen enough."""
 
 
-class Watched:
-    """An engine that notes when how many products were finished, and stops after a while."""
+class WatchedEngine:
+    """An engine that records when each product was finished, and stops after a time limit."""
 
     def __init__(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> None:
         self._engine, self._now_s = engine, now_s
         self._until_s = time.monotonic() + limit_s
         self._begun_s = now_s()
-        self.finished_s: list[float] = []  # one a product, since the beginning
+        self.finished_s: list[float] = []  # one per product, since the start
 
     def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         self._engine.submit(*products, ahead=ahead)
@@ -64,11 +64,11 @@ class Watched:
         finished = self._engine.collect(done)
         self.finished_s += [self._now_s() - self._begun_s] * len(finished)
         if time.monotonic() > self._until_s:
-            raise _Over("the probe has seen enough")
+            raise _Over("the trial has seen enough")
         return finished
 
 
-class Probe:
+class TrialStep:
     def __init__(self, scenario: Scenario) -> None:
         """Captures the step, which takes a few seconds."""
         self._scenario = scenario
@@ -79,7 +79,7 @@ class Probe:
         (tokens,) = batches(read_text(data.text), 1, data.batch, data.sequence, scenario.seed)
         torch.manual_seed(scenario.seed)
         model: Any = build_model(config)
-        self._executor = Executor(_Nobody(), early=begins_early(scenario))
+        self._executor = Executor(_NoDevices(), early=begins_early(scenario))
         forward = distribute(model, self._executor.run)
         if scenario.planner.keep:
             self._executor.keep(model.parameters(), uses=training.micro_batches)
@@ -92,7 +92,7 @@ class Probe:
         self._executor.rehearse(step)
 
     def measure(self, devices: int, scale: float = 1.0, limit_s: float = LIMIT_S) -> fidelity.Fidelity:
-        """The scenario's step with so many devices, on a clock scaled by so much."""
+        """The scenario's step with this many devices, on a clock of this scale."""
         asked = self._scenario.model_copy(
             update={"fleet": self._scenario.fleet.model_copy(update={"devices": devices}), "faults": [], "churn": None}
         )
@@ -106,17 +106,17 @@ class Probe:
             launch = stack.enter_context(launcher(asked.launch, place.pod_count))
             server, display = real_server(place, clock, launch), Display(Console(quiet=True))
             host = stack.enter_context(on_pods(place, server, clock, display, lambda event, **fields: None, launch))
-            # the server's numbers, not the fleet's: devices joined pod by pod, and plans are made for these
+            # the server's numbering, not the fleet's: devices joined pod by pod, and plans are made for these
             labels = host.server.labels
             links, models = links_of(fleet, labels), models_of(fleet, labels)
             modelled = ModelledFleet(host.server.profiles, planner, (), links, models, 1.0 / scale)
-            first, second = (self._taken(modelled, modelled.seconds) for _ in range(2))  # their luck differs
+            first, second = (self._taken(modelled, modelled.seconds) for _ in range(2))  # their random numbers differ
             local_share = modelled.local_s / modelled.seconds()
             pids = [os.getpid(), *host.pods.pids]
             before = look(pids, host.server.totals, time.monotonic())
             with collecting_between_steps():
                 expected, achieved = first, self._taken(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
-                if len(achieved) == len(expected):  # the first step of a run does not count either
+                if len(achieved) == len(expected):  # a run does not count its first step either
                     expected, achieved = second, self._taken(host.server, lambda: host.clock.now_ns() / 1e9, limit_s)
             after = look(pids, host.server.totals, time.monotonic())
         columns = host.server.records.columns()
@@ -132,8 +132,8 @@ class Probe:
         )
 
     def _taken(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> list[float]:
-        """When each of the step's products was finished, as far as it came."""
-        watched = Watched(engine, now_s, limit_s)
+        """When each of the step's products was finished, as far as it got."""
+        watched = WatchedEngine(engine, now_s, limit_s)
         with self._executor.on(watched):
             try:
                 self._step()
@@ -143,8 +143,8 @@ class Probe:
         return watched.finished_s
 
 
-class _Nobody:
-    """Between two probes no product may be asked for."""
+class _NoDevices:
+    """Between two trials no product may be submitted."""
 
     def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
         raise AssertionError("there is no fleet")

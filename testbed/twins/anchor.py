@@ -52,7 +52,7 @@ class Now:
         if self.message_s is None:
             return said
         down_s, up_s = self.message_s
-        return f"{said}, messages {1e9 * down_s:.2f} ms of the processor a MB down, {1e9 * up_s:.2f} up"
+        return f"{said}, messages {1e9 * down_s:.2f} ms of CPU time per MB down, {1e9 * up_s:.2f} up"
 
 
 class Anchor:

@@ -35,7 +35,7 @@ def print_calibration(console: Console, samples: Samples, found: Calibration) ->
         "error on held-out shapes": f"median {found.median_error:.1%}, p95 {found.p95_error:.1%} ({len(found.shapes)})",
         "drift while measuring": f"p5 {found.drift[0]:+.1%}, p95 {found.drift[1]:+.1%} of the usual time; divided out",
         "large products": format_flops(found.large_flops),
-        "overhead a call": format_duration(model.overhead_s),
+        "overhead per call": format_duration(model.overhead_s),
         "tile of the kernel": f"{model.tile_rows} x {model.tile_columns}",
         "spread": ", ".join(f"p{100 * at:g} {factor:.2f}" for at, factor in zip(SPREAD_AT, model.spread, strict=True)),
         "pauses": f"{format_duration(model.pause_s)} after every {format_duration(model.run_s)}"

@@ -211,7 +211,7 @@ def try_failure(
     recovered_s = max(product.accepted_s[block] for block in replaced)
     cells = sum(product.cells[block] for block in replaced)
     survivors = Rates.of(np.delete(profiles, struck), shape.inner, BYTES)
-    least_s = Areas(survivors.law(), shape.rows, shape.columns).span_s(cells)
+    least_s = Areas(survivors.cost_model(), shape.rows, shape.columns).span_s(cells)
     return recovered_s - detected_s, least_s, ended_s - undisturbed_s, cells, len(replaced), host_s
 
 
@@ -324,7 +324,7 @@ def assumptions(s: Setting) -> list[str]:
         "the product ends later; a baseline stands still for all of its time. This server's own detection: a broken "
         "connection within a heartbeat of "
         f"{format_duration(HEARTBEAT_S)}, a silent one after {format_duration(SILENT_AFTER * HEARTBEAT_S)}.",
-        "no way sooner than: the fluid bound of the lost cells over all survivors, median of the trials: as if these "
+        "no way sooner than: the relaxed bound of the lost cells over all survivors, median of the trials: as if these "
         "had nothing else to do, and the best shapes were possible.",
         f"checkpoint restart: weights and Adam's moments, {format_size(STATE_BYTES * s.parameters)}, in equal parts to "
         f"the survivors, over the slowest downlink; half of an interval of {s.checkpoint_steps:g} step(s) done again. "

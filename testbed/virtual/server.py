@@ -57,7 +57,7 @@ from ps.transport.notices import stragglers_named
 from ps.transport.operands import Operand
 from ps.transport.records import Records
 from ps.transport.server import HEARTBEAT_S
-from testbed.runs.watch import WaitedInVain
+from testbed.runs.watchdog import WaitedInVain
 from testbed.virtual.modelled import schedule
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         if self._arithmetic:
             for product in products:
                 np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
-        new = [Submission(job, p.request, p.urgent, p.plan, p.kept) for job, p in numbered.items()]
+        new = [Submission(job, p.request, p.critical, p.plan, p.kept) for job, p in numbered.items()]
         self._jobs.update((job, Live(product)) for job, product in numbered.items())
         self._handle(JobsSubmitted(new, ahead))
 

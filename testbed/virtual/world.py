@@ -73,7 +73,7 @@ class Work:
 
     job: int
     shape: Shape
-    urgent: bool = True
+    critical: bool = True
     kept: tuple[int | None, int | None] = (None, None)
 
 
@@ -110,7 +110,7 @@ class VirtualFleet(Shell[bool]):
             Submission(
                 work.job,
                 Request(work.shape, *(1 if operand is None else KEPT_USES for operand in work.kept)),
-                work.urgent,
+                work.critical,
                 kept=work.kept,
             )
             for work in works

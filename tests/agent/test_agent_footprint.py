@@ -85,8 +85,8 @@ def test_a_server_that_sends_more_than_the_budget_is_not_obeyed(start: Start, se
     code = """
 import sys
 import agent.compute.session
-from agent.compute.memory_budget import Room
-agent.compute.session.Room = lambda lent_bytes, credit_blocks: Room(1_000_000, credit_blocks)
+from agent.compute.memory_budget import MemoryBudget
+agent.compute.session.MemoryBudget = lambda lent_bytes, credit_blocks: MemoryBudget(1_000_000, credit_blocks)
 from agent.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent.protocol import incoming as gate
-from agent.protocol.incoming import Gate, Unfinished, on_wire
+from agent.protocol.incoming import InboundLimit, Unfinished, on_wire
 
 SIZE = 1 << 20
 
@@ -25,7 +25,7 @@ def test_what_was_delivered_before_the_first_look_is_not_unfinished(monkeypatch:
         watch._ended.set()
         return ""
 
-    watch = Gate("tcp://127.0.0.1:5555", False, judge, lambda: ended.append(1))
+    watch = InboundLimit("tcp://127.0.0.1:5555", False, judge, lambda: ended.append(1))
     watch.heard([Frame()])  # type: ignore[list-item]
     monkeypatch.setattr(gate, "_descriptors", lambda: [7])
     arrived = on_wire(SIZE, False) + gate.HANDSHAKE_BYTES
@@ -39,7 +39,7 @@ def test_a_verdict_is_asked_twice_before_a_connection_is_shut(monkeypatch: pytes
     """Between two readings a message may have been delivered, which counts as unfinished and as held for a moment."""
     answers = iter(["too much", "", "too much", "too much"])
     shut: list[str] = []
-    watch = Gate("tcp://127.0.0.1:5555", False, lambda _: next(answers), lambda: None)
+    watch = InboundLimit("tcp://127.0.0.1:5555", False, lambda _: next(answers), lambda: None)
     monkeypatch.setattr(gate, "_descriptors", lambda: [7])
     monkeypatch.setattr(gate, "counted_bytes", lambda fd, port: (1, 0) if fd == 7 else None)
     monkeypatch.setattr(watch, "_shut", lambda: shut.append(watch.cut))

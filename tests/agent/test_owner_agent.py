@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from processes import FAST, LIMIT_S, Multiplication, agents
 
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.planning.planner import Plan
 from ps.transport.server import Server
 from testbed.access.inviting import new_invitation

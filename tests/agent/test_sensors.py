@@ -17,7 +17,7 @@ from agent.owner.sensors import (
     BatterySensor,
     Command,
     NetworkSensor,
-    Sampler,
+    SensorReader,
     route_network,
     sys_battery,
     termux_battery,
@@ -215,7 +215,7 @@ def _ended(pid: int) -> bool:
 
 def test_an_answer_gets_old(monkeypatch: pytest.MonkeyPatch) -> None:
     news, answers = threading.Event(), [7, None, None]
-    sampler: Sampler[int] = Sampler("test", lambda: answers.pop(0) if answers else None, news.set)
+    sampler: SensorReader[int] = SensorReader("test", lambda: answers.pop(0) if answers else None, news.set)
     sampler.need(0.001)
     sampler.start()
     assert news.wait(10)

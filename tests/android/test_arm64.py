@@ -14,7 +14,7 @@ import pytest
 from processes import free_port
 
 from android.bundle import build
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from testbed.access.inviting import new_invitation
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from termux import Termux
 
 from agent.identity.release import parse_release
 from android.bundle import build
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.transport.server import Server
 from testbed.access import releases
 from testbed.access.signing import SigningKey, sign_bundle

@@ -40,10 +40,19 @@ from agent.protocol.wire import (
     decode,
     encode,
 )
-from ps.access.admission import Admission, Refusals, Tickets
-from ps.access.book import Book, Enrolled, Refusal, admit, forgive, invite, reopen_invitation, revoke_device
-from ps.access.book_file import AccessFile
-from ps.access.joining import Door
+from ps.access.access_file import AccessFile
+from ps.access.access_list import (
+    AccessList,
+    Enrolled,
+    Refusal,
+    admit,
+    forgive,
+    invite,
+    reopen_invitation,
+    revoke_device,
+)
+from ps.access.admission import ConnectionAdmission, Refusals, Tickets
+from ps.access.joining import JoinAdmission
 from ps.access.reputation import (
     DAY_S,
     FAILED_S,
@@ -343,7 +352,7 @@ def test_an_owner_who_forgives_is_not_overruled_by_what_a_run_remembers(tmp_path
 
 
 def test_a_revoked_phone_does_not_come_back_with_a_fresh_key_and_the_same_token() -> None:
-    book = invite(Book(), "abc", "token", uses=5, lifetime_s=DAY_S, now_s=NOW_S)
+    book = invite(AccessList(), "abc", "token", uses=5, lifetime_s=DAY_S, now_s=NOW_S)
     book, _ = admit(book, "k" * 40, "token", "phone", NOW_S)
     closed, _ = revoke_device(book, "phone", NOW_S)
     after, answer = admit(closed, "n" * 40, "token", "phone", NOW_S)
@@ -471,7 +480,7 @@ WRITER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 access = AccessFile(Path(sys.argv[1]))
 print("writing", flush=True)
 number = 0
@@ -532,7 +541,7 @@ def test_a_thousand_departures_are_written_at_once(tmp_path: Path, monkeypatch: 
         written.append(path)
         write_private(path, text, durable=durable)
 
-    monkeypatch.setattr("ps.access.book_file.write_private", write)
+    monkeypatch.setattr("ps.access.access_file.write_private", write)
     for number in range(1000):
         standings.left(f"secret:{number}", "phone", Stay(blocks=1))
     standings.retry()
@@ -562,7 +571,7 @@ KEYS = [Keys.new().public for _ in range(2)]
 def test_a_device_that_is_called_like_anothers_fingerprint_hides_neither() -> None:
     """A device chooses its name; the owner says a fingerprint and means that key."""
     names = (fingerprint(KEYS[1]), fingerprint(KEYS[0]))
-    two = Book(enrolled=tuple(Enrolled(key, name, "", 0.0, 0.0) for key, name in zip(KEYS, names, strict=True)))
+    two = AccessList(enrolled=tuple(Enrolled(key, name, "", 0.0, 0.0) for key, name in zip(KEYS, names, strict=True)))
     for key in KEYS:
         assert revoke_device(two, fingerprint(key), 1.0)[1].key == key
     both = revoke_device(revoke_device(two, fingerprint(KEYS[0]), 1.0)[0], fingerprint(KEYS[1]), 1.0)[0]
@@ -571,7 +580,7 @@ def test_a_device_that_is_called_like_anothers_fingerprint_hides_neither() -> No
         Standing(key_identity(key), name, 0.0, banned_until_s=9.0) for key, name in zip(KEYS, names, strict=True)
     )
     for key in KEYS:
-        assert forgive(Book(standings=banned), fingerprint(key), 1.0)[1].identity == key_identity(key)
+        assert forgive(AccessList(standings=banned), fingerprint(key), 1.0)[1].identity == key_identity(key)
 
 
 WRONG = ["null", '"x"', "1e999", "NaN", "-Infinity", "[]", "{}", "true", "-1", "1" + 400 * "0", "1e300", 5000 * "["]
@@ -600,8 +609,8 @@ def test_a_value_of_another_kind_in_the_access_file_is_damage_or_harmless(tmp_pa
             continue
         used += 1
         standings, refusals = Standings(read), Refusals(lambda text: None)
-        admission = Admission(read, Tickets(), refusals)
-        door = Door(read, admission, refusals)
+        admission = ConnectionAdmission(read, Tickets(), refusals)
+        door = JoinAdmission(read, admission, refusals)
         assert standings.may_join(key_identity(key)) is None or wrong == "1e300"
         standings.proven(key_identity(key))
         standings.left(key_identity(key), "x", Stay(blocks=1))

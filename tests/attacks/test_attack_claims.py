@@ -17,7 +17,7 @@ from agent.protocol.profile import MAX_RATE, Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
 from ps.planning.planner import Plan, Planner, Request, Shape
 from ps.planning.share_cap import NO_CAP, YIELDING, Cap
-from ps.planning.trial_blocks import with_probes
+from ps.planning.trial_blocks import with_trial_blocks
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import BlocksReturned, DevicesJoined, JobsSubmitted, SendBlocks, Submission, TimePassed
 from ps.scheduling.newcomers import GROWTH, IN_TIME, START, Newcomers, typical_rates
@@ -200,7 +200,7 @@ def test_a_plan_with_probes_covers_every_cell_once_and_no_probe_is_large(
     shape = Shape(batch, rows, inner, columns)
     profiles = uniform_fleet("extreme", 12, seed=seed)
     (plan,) = Planner().plan([Request(shape)], profiles, np.arange(9))
-    probed = with_probes(plan, shape, profiles, [9, 10, 11])
+    probed = with_trial_blocks(plan, shape, profiles, [9, 10, 11])
     assert_covers_exactly_once(probed, shape)
     for device in (9, 10, 11):
         mine = probed.tiles[probed.device == device]

@@ -23,15 +23,15 @@ from processes import LIMIT_S, Multiplication, Stranger, agents, grid, pod
 
 from agent.identity.keys import Curve, Keys, Password
 from agent.protocol.arriving import NO_CONNECTION, other_end
-from agent.protocol.entrance import Knock, enter
+from agent.protocol.entrance import EntranceConnection, enter
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import Heartbeat, Hello, Join, Leave, Message, Probe, Refused, Ticket, decode, encode
+from ps.access.access_file import AccessFile
+from ps.access.access_list import admit, invite
 from ps.access.admission import Refusals
 from ps.access.allowance import SPARE_JOINS
-from ps.access.book import admit, invite
-from ps.access.book_file import AccessFile
 from ps.access.guard import MOST_PROBES, UNJOINED, Guard
-from ps.access.visitors import Limits
+from ps.access.pending import Limits
 from ps.transport.server import Server
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def one_with_a_ticket(server: Server) -> socket.socket:
 def test_who_does_not_join_in_time_is_cut_off(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, door: str, begun: bytes
 ) -> None:
-    limits = Limits(most=10, of_an_address=10, seconds=0.3)
+    limits = Limits(most=10, per_address=10, seconds=0.3)
     monkeypatch.setattr("ps.access.entrance.LOCAL", limits)
     monkeypatch.setattr("ps.access.guard.UNJOINED", limits)
     server = Server().start()
@@ -344,7 +344,7 @@ def test_who_only_connects_keeps_nobody_from_the_entrance(
         begun_s = time.monotonic()
         with zmq.Context() as context:
             curve = Curve(server.public_key, Keys.new())
-            knock = Knock(context, server.enrolment_addresses[0], Hello("phone", "token"), curve)
+            knock = EntranceConnection(context, server.enrolment_addresses[0], Hello("phone", "token"), curve)
             try:
                 while (answer := knock.answer()) is None:
                     left_s = begun_s + limit_s - time.monotonic()

@@ -19,9 +19,9 @@ from processes import LIMIT_S, Stranger
 from agent.identity.keys import Curve, Keys
 from agent.protocol.entrance import enter
 from agent.protocol.wire import Hello, Probe, Ticket, decode, encode
+from ps.access.access_file import AccessFile
+from ps.access.access_list import invite
 from ps.access.admission import HANDSHAKES
-from ps.access.book import invite
-from ps.access.book_file import AccessFile
 from ps.access.guard import MOST_SILENT
 from ps.transport.server import Server
 
@@ -142,7 +142,7 @@ def test_first_names_are_not_those_of_another_process(nothing_left_behind: None)
     firsts = set()
     for _ in range(3):
         server = Server().start()
-        firsts.add(server._names._first)
+        firsts.add(server._routing_ids._first)
         server.stop()
     assert len(firsts) == 3
     assert FIRST not in firsts

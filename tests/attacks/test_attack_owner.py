@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import FAST
 
-from agent.compute.memory_budget import MEMORY_SLACK, Room, output_bytes
+from agent.compute.memory_budget import MEMORY_SLACK, MemoryBudget, output_bytes
 from agent.owner.rules import DataPlan
 from agent.protocol.incoming import on_wire
 from agent.protocol.wire import (
@@ -395,7 +395,7 @@ class Sent:
 )
 def test_what_is_taken_never_exceeds_what_is_lent(story: list[tuple[Any, ...]], operand_bytes: int) -> None:
     """Blocks come, are answered, and answers leave or do not; at any time outputs and operands fit."""
-    room, numbers = Room(1000, 64), itertools.count()
+    room, numbers = MemoryBudget(1000, 64), itertools.count()
     open_: list[Any] = []
     leaving: list[Sent] = []
     for what, one, two, three in story:

@@ -24,7 +24,7 @@ from emulator.model.fleet import Fleet, uniform_fleet
 from ps.scheduling.slowness import ANSWERS, AT_LEAST, Slowness
 from ps.transport.standstill import Standstill
 from testbed.launch.processes import Pods
-from testbed.runs.watch import Patience, WaitedInVain, Watch
+from testbed.runs.watchdog import Patience, WaitedInVain, Watchdog
 
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
@@ -142,7 +142,7 @@ def test_a_pod_that_nobody_holds_ends_with_a_silent_server(start: Start, serve: 
     server._shipping.send = lambda peer, message: True  # type: ignore[method-assign]  # it goes without a word
     server._requests.wake()
     assert program.wait() == 1
-    assert "nobody holds our standard input" in program.output
+    assert "our standard input is closed" in program.output
     assert not process.is_running()
 
 
@@ -222,7 +222,7 @@ def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve,
     server = serve()
     server.notice = lambda text: None
     Multiplication(server, (1, 8, 8, 8))
-    with Watch(server, 0.3, lambda text: None) as watch:
+    with Watchdog(server, 0.3, lambda text: None) as watch:
         watch.begin(list)
         until(lambda: server._given_up is not None, "it gives up")
     assert isinstance(server._given_up, WaitedInVain)

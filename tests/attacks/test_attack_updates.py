@@ -161,7 +161,7 @@ def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
     program = phone.launch("--ps", newer.plain_address)
     assert newer.next_join() == VERSION
     newer.refuse(sha256=release.sha256)
-    assert_refused(phone, program, "it was offered over a plain line")
+    assert_refused(phone, program, "it was offered over an unencrypted connection")
     assert newer.asked == []
 
 
@@ -294,7 +294,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "does not parse": {"module": "__main__", "code": "def ("},
     "raises on import": {"module": "protocol/wire", "code": "raise RuntimeError('not on this phone')"},
     "exits at once, content": {"module": "__main__", "code": "sys.exit(0)"},
-    "crashes when it joins": {"module": "protocol/entrance", "code": "Knock.__init__ = lambda *a, **k: 1 / 0"},
+    "crashes when it joins": {
+        "module": "protocol/entrance",
+        "code": "EntranceConnection.__init__ = lambda *a, **k: 1 / 0",
+    },
     "hangs": {"module": "__main__", "code": "import threading\nthreading.Event().wait()"},
 }
 

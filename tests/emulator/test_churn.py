@@ -357,8 +357,8 @@ def test_the_same_seed_gives_the_same_trace_and_a_larger_fleet_begins_with_the_s
     ("devices", "rate", "away_s", "duration_s", "told"),
     [
         (0, 0.1, 10, 100, "at least 1 device"),
-        (5, -0.1, 10, 100, "departures a second"),
-        (5, math.nan, 10, 100, "departures a second"),
+        (5, -0.1, 10, 100, "departures per second"),
+        (5, math.nan, 10, 100, "departures per second"),
         (5, 0.1, 0, 100, "mean absence"),
         (5, 0.1, 10, 0, "would last"),
         (5, 0.1, 10, math.inf, "would last"),

@@ -115,7 +115,7 @@ def test_a_bare_pod_lets_no_answer_wait_and_says_how_long_it_computed(start: Sta
     """Of a device so slow that its model would take an hour."""
     server = serve()
     told = fleet(2) | {"profiles": [[1e3, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * 2}
-    pod(start, server, told, "--bare", "--apart")
+    pod(start, server, told, "--bare", "--compute-thread")
     begun_s = time.monotonic()
     Multiplication(server, (1, 128, 128, 128), grid(128, 128, 64, [0, 1])).check()
     took_s = time.monotonic() - begun_s

@@ -303,9 +303,9 @@ def test_plain_and_compressed_files_are_the_same_and_windows_ends_of_lines_do_no
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "x.down: it is empty; write one integer a line"),
+        (b"", "x.down: it is empty; write one integer per line"),
         (b"\n", "x.down: it is empty"),
-        (b"1\n2\nfast\n", 'x.down, line 3: "fast" is not an integer; write one a line'),
+        (b"1\n2\nfast\n", 'x.down, line 3: "fast" is not an integer; write one per line'),
         (b"1\n2.5\n", 'x.down, line 2: "2.5" is not an integer'),
         (b"1\n\n3\n", 'x.down, line 2: "" is not an integer'),
         (b"1\n" + b"9" * 30 + b"\n", "x.down, line 2"),

@@ -33,7 +33,7 @@ from agent.protocol.wire import (
     encode,
 )
 from emulator.model.fleet import Fleet
-from emulator.pods.faults import LIES, Liar, Order, OrderError, Roster
+from emulator.pods.faults import LIES, DeviceNumbers, Liar, Order, OrderError
 from testbed.launch.pods import LaunchError
 from testbed.launch.processes import Pods
 
@@ -417,7 +417,7 @@ def test_a_wrong_order_is_told(line: str, told: str) -> None:
 
 
 def test_an_index_of_the_connection_is_never_used_twice() -> None:
-    roster = Roster(3, absent=[1])
+    roster = DeviceNumbers(3, absent=[1])
     assert roster.device.tolist() == [0, 2]
     assert roster.dismiss([2]).tolist() == [1]
     roster.admit([1, 2])

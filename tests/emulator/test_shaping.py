@@ -24,7 +24,7 @@ from emulator.links.probe import Asked, ProbeServer, measure
 from emulator.links.shaping import Kernel, PrefixTaken, ShapingError, apply, change, clear, probe
 from emulator.links.shaping_plan import CONGESTION_CONTROLS, PodLinks, addresses, class_rate
 from emulator.model.link import LinkSpec
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.transport.server import Server
 
 if TYPE_CHECKING:

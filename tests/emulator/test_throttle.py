@@ -14,7 +14,7 @@ import pytest
 from places import ROOT
 
 from agent.compute.kernels import Array, NumpyKernel
-from emulator.containers.throttle import Apart, ThrottleError, container_group, thread_of
+from emulator.containers.throttle import ComputeThread, ThrottleError, container_group, thread_of
 
 
 class Thread:
@@ -35,9 +35,9 @@ class Broken:
 
 def test_products_are_those_of_the_kernel_and_its_errors_are_the_asker_s() -> None:
     left, right = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((3, 4), np.float32)
-    kernel = Apart(NumpyKernel())
+    kernel = ComputeThread(NumpyKernel())
     assert (kernel.product(left, right) == left @ right).all()
-    broken = Apart(Broken())
+    broken = ComputeThread(Broken())
     for _ in range(2):  # the thread survives
         with pytest.raises(MemoryError, match="no room for the product"):
             broken.product(left, right)
@@ -50,7 +50,7 @@ def test_the_thread_that_computes_is_found_by_its_name(tmp_path: Path) -> None:
     (task / "comm").write_text("python3\n")
     (task.parent / "9").mkdir()  # it has ended meanwhile
     assert thread_of(7, tmp_path) is None
-    kernel, nothing = Apart(Thread()), np.zeros((1, 1), np.float32)
+    kernel, nothing = ComputeThread(Thread()), np.zeros((1, 1), np.float32)
     names = [Path(f"/proc/self/task/{int(kernel.product(nothing, nothing)[0])}/comm").read_text()]
     assert names == ["cleave-kernel\n"]
     assert thread_of(os.getpid()) is not None

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ps.access import listening
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.transport.server import Server
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from emulator.containers.throttle import Apart, throttle_all
+from emulator.containers.throttle import ComputeThread, throttle_all
 
 GROUPS = Path("/sys/fs/cgroup")
 SPIN_S = 1.0
@@ -38,7 +38,7 @@ def main() -> None:
     container = GROUPS / "docker-0123.scope"
     container.mkdir()
     (container / "cgroup.procs").write_text(str(os.getpid()))
-    kernel: Any = Apart(Spin())
+    kernel: Any = ComputeThread(Spin())
     throttle_all([{"process": os.getpid(), "quota_us": int(sys.argv[1]), "period_us": int(sys.argv[2])}], groups=GROUPS)
     threads = (container / "kernel" / "cgroup.threads").read_text().split()
     print(json.dumps({"computes": kernel.product(None, None), "others": spent(), "threads": len(threads)}))

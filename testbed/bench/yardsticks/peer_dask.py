@@ -1,9 +1,9 @@
-"""Dask on the benchmark's work, the way its users would write it: slabs scattered once, one task a block, two workers.
+"""Dask on the benchmark's work, as its users would write it: slabs scattered once, one task per block, two workers.
 
-Runs alone, in an interpreter that has NumPy, psutil and dask.distributed: `python peer_dask.py [--repeats K]
-[--limit-s S]` prints one line of JSON. Slabs and results go straight between this process and the workers, not through
-the scheduler, which was the quickest of the ways tried (broadcast slabs, slabs as arguments and Dask's actors were not
-quicker). Seconds run from the operands to the assembled result.
+Runs alone, in an interpreter that has NumPy, psutil and dask.distributed: `python peer_dask.py [--repeats K] [--limit-s
+S]` prints one line of JSON. Slabs and results go directly between this process and the workers, not through the
+scheduler, which was the fastest of the ways tried (broadcast slabs, slabs as arguments and Dask's actors were not
+faster). Seconds run from the operands to the assembled result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 2
-REPEAT_LIMIT_S = 20.0  # a product is not begun again once this much time has gone into it
+REPEAT_LIMIT_S = 20.0  # a product is not repeated once it has taken this much time
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -110,7 +110,7 @@ def stop(number: int, _frame: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Dask on the benchmark's work")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit-s", type=int, default=400, help="give up after so many seconds")
+    parser.add_argument("--limit-s", type=int, default=400, help="give up after this many seconds")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, stop)

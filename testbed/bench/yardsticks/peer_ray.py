@@ -1,10 +1,10 @@
-"""Ray on the benchmark's work, the way its users would write it: one call a block, two worker processes.
+"""Ray on the benchmark's work, as its users would write it: one call per block, two worker processes.
 
 Runs alone, in an interpreter that has NumPy, psutil and Ray: `python peer_ray.py [--repeats K] [--limit-s S]` prints
-one line of JSON. Ray offers several ways, and which is quickest depends on the block, so all are tried and the best
-one counts: tasks or one actor a worker (which skips Ray's scheduling; one actor a device would be one process a
+one line of JSON. Ray offers several ways, and which is fastest depends on the block, so all are tried and the best one
+counts: tasks or one actor per worker (which skips Ray's scheduling; one actor per device would be one process per
 device), and slabs put into the object store once or, where they are small enough for Ray to send them inside the call,
-handed over as arguments. Seconds run from the operands to the assembled result.
+passed as arguments. Seconds run from the operands to the assembled result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 2
-REPEAT_LIMIT_S = 8.0  # a product is not begun again once this much time has gone into it
+REPEAT_LIMIT_S = 8.0  # a product is not repeated once it has taken this much time
 INLINE_BELOW_BYTES = 100 * 1024  # Ray's own limit for arguments that travel inside the call
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 
@@ -153,7 +153,7 @@ def measure_all(repeats: int, folder: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ray on the benchmark's work")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit-s", type=int, default=400, help="give up after so many seconds")
+    parser.add_argument("--limit-s", type=int, default=400, help="give up after this many seconds")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, stop)

@@ -1,8 +1,8 @@
-"""Ray and Dask beside the testbed: an environment of their own, their scripts run in it, their figures returned.
+"""Ray and Dask for comparison: a separate environment, their scripts run in it, their figures returned.
 
 Nothing of theirs is installed into the project's environment. A peer that cannot be installed or run is part of the
-answer, with the reason: a table never lacks a peer in silence. Each script runs in a process group of its
-own that is ended before `run_peers` returns, however it returns; what Ray puts outside it ends with the script.
+answer, with the reason: a table never omits a peer silently. Each script runs in its own process group, which is ended
+before `run_peers` returns, however it returns; what Ray starts outside it ends with the script.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Peer:
     rough_run: str
 
 
-# psutil measures memory; dask.distributed needs it anyway. NumPy is the project's own version: the same BLAS for all.
+# psutil measures memory; dask.distributed needs it anyway. NumPy has the project's version: the same BLAS for all.
 PEERS = (
     Peer("ray", HERE / "peer_ray.py", ("ray==2.60.*", "psutil"), "about 1 min, 300 MB", "about 2 min"),
     Peer(
@@ -95,7 +95,7 @@ def _install(peer: Peer, environment: Path, progress: Callable[[str], None]) -> 
 
 
 def _measure(peer: Peer, python: Path, repeats: int) -> dict[str, Any]:
-    # -I: nothing of the project, of the user's site or of this folder can get in the peer's way.
+    # -I: nothing of the project, the user's site or this folder can interfere with the peer.
     command = [str(python), "-I", str(peer.script), "--repeats", str(repeats), "--limit-s", str(RUN_LIMIT_S)]
     answer = _run(command, RUN_LIMIT_S + GRACE_S)
     try:
@@ -106,8 +106,10 @@ def _measure(peer: Peer, python: Path, repeats: int) -> dict[str, Any]:
 
 
 def _run(command: list[str], limit_s: float) -> str:
-    """The command's standard output; it gets a folder for its temporary files and leaves neither file nor process."""
-    # Ray makes sockets in its temporary folder and their path may have 107 characters, so the folder's must be short.
+    """The command's standard output; it gets a folder for its temporary files and leaves neither file nor process
+    behind."""
+    # Ray puts sockets into its temporary folder; their path may have 107 characters, so the folder's path must be
+    # short.
     with tempfile.TemporaryDirectory(prefix="peer-", ignore_cleanup_errors=True) as folder:
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:

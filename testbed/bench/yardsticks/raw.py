@@ -1,12 +1,12 @@
 """The yardstick: what pyzmq and NumPy alone do with the same messages, and NumPy without any message.
 
-One ROUTER here and worker processes with one BLAS thread each, over TCP on the loopback. A block is one message and
-its result is one message; big frames are sent without a copy; each worker has a few blocks in flight. No planning, no
-checks, no emulation and no batching of blocks: what somebody who knows ZeroMQ writes by hand. Two variants: a slab
-travels once to each worker (the harder yardstick), or with every block that needs it.
+One ROUTER here and worker processes with one BLAS thread each, over TCP on the loopback. A block is one message and its
+result is one message; large frames are sent without a copy; each worker has a few blocks in flight. No planning, no
+checks, no emulation and no batching of blocks: what a ZeroMQ expert would write by hand. Two variants: a slab travels
+once to each worker (the harder yardstick), or with every block that needs it.
 
-A worker reads its standard input only to notice the end of it: when this process ends, however it ends, so does the
-worker. `python -m testbed.bench.yardsticks.raw` prints a table.
+A worker reads its standard input only to notice its end: when this process ends, however it ends, so does the worker.
+`python -m testbed.bench.yardsticks.raw` prints a table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "V
 
 
 class RawWorkers:
-    """Worker processes and the ROUTER they hang on; use it in a `with`, which ends them all."""
+    """Worker processes and their ROUTER; use it in a `with`, which ends them all."""
 
     def __init__(self, workers: int = 2) -> None:
         self._context = zmq.Context()
@@ -73,7 +73,7 @@ class RawWorkers:
         return [process.pid for process in self._processes]
 
     def _start(self, workers: int) -> None:
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # the window bounds what is under way
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # the window bounds what is in flight
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVTIMEO, 1000)
@@ -85,7 +85,7 @@ class RawWorkers:
             self._socket.recv()  # READY
 
     def _next_sender(self) -> bytes:
-        """The first frame of the next message; an error when a worker has died or all of them are silent."""
+        """The first frame of the next message; an error if a worker has died or all are silent."""
         for _ in range(int(SILENCE_LIMIT_S)):
             try:
                 return self._socket.recv()
@@ -125,7 +125,7 @@ class RawWorkers:
                 follows |= COLUMN_SLAB_FOLLOWS
             try:
                 socket.send(identity, more)
-            except zmq.ZMQError:  # there is nobody of that name any more
+            except zmq.ZMQError:  # that worker is gone
                 self._complain_of_the_dead()
                 raise
             header = HEADER.pack(product, block, row, column, rows, inner, columns, follows)
@@ -215,7 +215,7 @@ def check(work: Work, result: Matrix, a: Matrix, b: Matrix) -> None:
 
 
 def _window(work: Work) -> int:
-    """Blocks in flight a worker: two big ones hide the link, many small ones hide the round trip."""
+    """Blocks in flight per worker: two large ones hide the link, many small ones hide the round trip."""
     fewest, most = WINDOW_BLOCKS
     return max(fewest, min(most, WINDOW_BYTES // (4 * work.n * (work.block_rows + work.block_columns))))
 
@@ -225,7 +225,7 @@ def _frame(slab: Matrix) -> zmq.Frame:
 
 
 def _python(*arguments: str, threads: int) -> subprocess.Popen[bytes]:
-    """This module in another process with so many BLAS threads; it ends when its standard input does."""
+    """This module in another process with this many BLAS threads; it ends when its standard input does."""
     environment = dict(os.environ, **dict.fromkeys(BLAS_THREADS, str(threads)))
     root = str(Path(__file__).resolve().parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -291,8 +291,8 @@ def main(arguments: list[str]) -> None:
             for work in (W1, W2):
                 sys.stdout.write(
                     f"{work.name}: NumPy 1 thread {numpy_in_process(work, 1):.4f} s, 2 threads"
-                    f" {numpy_in_process(work, 2):.4f} s; raw ZeroMQ, slab once a worker {raw_zmq(work):.4f} s,"
-                    f" slab a block {raw_zmq(work, slab_once=False):.4f} s\n"
+                    f" {numpy_in_process(work, 2):.4f} s; raw ZeroMQ, slab once per worker {raw_zmq(work):.4f} s,"
+                    f" slab with every block {raw_zmq(work, slab_once=False):.4f} s\n"
                 )
 
 

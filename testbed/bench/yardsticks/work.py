@@ -1,8 +1,8 @@
 """The fixed work of the benchmark: three products, their blocks and their seeded operands.
 
-Everybody who is measured (the testbed, raw ZeroMQ, NumPy, Ray, Dask) takes the work from here, so that all of them
-multiply the same numbers in the same rectangles. Pure: NumPy only and no import of the project, because the peers'
-scripts load this file by its path in an interpreter that knows nothing else.
+Everything that is measured (the testbed, raw ZeroMQ, NumPy, Ray, Dask) takes the work from here, so that all multiply
+the same numbers in the same rectangles. Pure: NumPy only and no import of the project, because the peers' scripts load
+this file by its path in an interpreter that has nothing else.
 """
 
 from __future__ import annotations

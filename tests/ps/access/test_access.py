@@ -17,12 +17,13 @@ from agent.identity.invitation import parse_link, recall, remember, welcomed
 from agent.identity.keys import Keys, fingerprint, own_keys
 from agent.identity.server_choice import find_line
 from agent.protocol.errors import UserError
-from ps.access.book import (
+from ps.access.access_file import AccessFile
+from ps.access.access_list import (
     NO_INVITATION,
     OF_NO_USE,
     REVOKED,
     WRONG_TOKEN,
-    Book,
+    AccessList,
     Budget,
     Enrolled,
     Refusal,
@@ -31,7 +32,6 @@ from ps.access.book import (
     revoke_device,
     revoke_invitation,
 )
-from ps.access.book_file import AccessFile
 from testbed.access.inviting import Invited, new_invitation
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ STORIES = st.lists(
 def test_nobody_is_in_who_was_not_invited_in_time_and_nobody_revoked_comes_back(
     story: list[tuple[str, int, int]],
 ) -> None:
-    book, now_s = Book(), 1000.0
+    book, now_s = AccessList(), 1000.0
     left: dict[int, int] = {}  # what the story says of each invitation: how many it may still bring
     ends: dict[int, float] = {}
     inside: set[int] = set()
@@ -92,7 +92,7 @@ def test_nobody_is_in_who_was_not_invited_in_time_and_nobody_revoked_comes_back(
 
 
 def test_every_refusal_says_why() -> None:
-    book = invite(Book(), "a", "good", 1, 60.0, 0.0)
+    book = invite(AccessList(), "a", "good", 1, 60.0, 0.0)
     assert admit(book, KEYS[0], "", "x", 1.0)[1] == NO_INVITATION
     assert admit(book, KEYS[0], "bad", "x", 1.0)[1] == WRONG_TOKEN
     assert admit(book, KEYS[0], "good", "x", 60.0)[1] == OF_NO_USE["expired"]
@@ -105,7 +105,7 @@ def test_every_refusal_says_why() -> None:
 
 
 def test_a_device_is_revoked_by_what_means_one_device() -> None:
-    two = Book(enrolled=tuple(Enrolled(key, "phone", "", 0.0, 0.0) for key in KEYS[:2]))
+    two = AccessList(enrolled=tuple(Enrolled(key, "phone", "", 0.0, 0.0) for key in KEYS[:2]))
     with pytest.raises(UserError, match=fingerprint(KEYS[1])):
         revoke_device(two, "phone", 1.0)
     one, gone = revoke_device(two, fingerprint(KEYS[0]), 1.0)
@@ -143,8 +143,8 @@ INVITE_MANY = """
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-from ps.access.book import invite
-from ps.access.book_file import AccessFile
+from ps.access.access_list import invite
+from ps.access.access_file import AccessFile
 
 access, worker = AccessFile(Path(sys.argv[1])), sys.argv[2]
 for number in range(20):

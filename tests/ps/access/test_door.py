@@ -23,8 +23,8 @@ from agent.identity.keys import Curve, Keys, fingerprint
 from agent.protocol.connection import HANDSHAKE_FAILED
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import Heartbeat, Hello, Join, Message, Probe, Refused, Ticket, Welcome, decode, encode
-from ps.access import book as access
-from ps.access.book_file import AccessFile
+from ps.access import access_list as access
+from ps.access.access_file import AccessFile
 from ps.access.listening import AddressError
 from ps.transport.server import Server
 from testbed.access.inviting import new_invitation
@@ -419,7 +419,7 @@ def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, unt
         assert len(recorder.replay()) == 64 + 170  # a greeting and the handshake's WELCOME, which holds nothing yet
     until(lambda: bool(guarded.refusals()), "the server says so")
     assert len(guarded.refusals()) == 1
-    assert "repeats what somebody else has sent" in guarded.refusals()[0]
+    assert "replays messages of another connection" in guarded.refusals()[0]
     assert guarded.server.devices == 0
     assert guarded.server.totals.sent_bytes == 0
     assert not product.done.is_set()

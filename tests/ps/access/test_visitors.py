@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from ps.access.admission import MOST, POD, TICKET, TICKET_S, Refusals, Tickets
 from ps.access.allowance import SPARE_ANSWERS, SPARE_BYTES, SPARE_JOINS, SPARE_MESSAGES, Allowance
-from ps.access.relay import Gate, Rate
-from ps.access.rooms import Rooms
-from ps.access.visitors import Limits, Visitors
+from ps.access.caller_sockets import CallerSockets
+from ps.access.pending import Limits, PendingConnections
+from ps.access.relay import Rate, Relay
 
-LIMITS = Limits(most=6, of_an_address=3, seconds=10.0)
+LIMITS = Limits(most=6, per_address=3, seconds=10.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.sampled_from(["come", "go", "speak"]))))
 def test_there_are_never_more_than_may_be_and_nobody_stays_too_long(steps: list[tuple[int, str, str]]) -> None:
-    visitors, here = Visitors(LIMITS), {}
+    visitors, here = PendingConnections(LIMITS), {}
     for now_s, (who, address, what) in enumerate(steps):
         if what == "come":
             here[who] = (address, float(now_s))
@@ -40,11 +40,11 @@ def test_there_are_never_more_than_may_be_and_nobody_stays_too_long(steps: list[
         assert set(visitors.all) == set(here)
         assert all(since_s > now_s - LIMITS.seconds for _, since_s in here.values())
         assert len(here) <= LIMITS.most
-        assert all(sum(a == address for a, _ in here.values()) <= LIMITS.of_an_address for address in "abc")
+        assert all(sum(a == address for a, _ in here.values()) <= LIMITS.per_address for address in "abc")
 
 
 def test_those_who_say_nothing_keep_nobody_out() -> None:
-    visitors = Visitors(LIMITS)
+    visitors = PendingConnections(LIMITS)
     for who in range(3):
         assert visitors.came(who, "crowd", 0.0) == []
     for who in range(3, 6):
@@ -124,9 +124,9 @@ def test_a_gate_without_descriptors_hangs_up(monkeypatch: pytest.MonkeyPatch) ->
     listener, rate = _Scarce(), Rate((10.0, 10.0), (10.0, 10.0))
     with zmq.Context() as context:
         refusals = Refusals(lambda text: None)
-        gate = Gate(cast("socket.socket", listener), Rooms(context).open, refusals, LIMITS, rate, 0.0)
+        gate = Relay(cast("socket.socket", listener), CallerSockets(context).open, refusals, LIMITS, rate, 0.0)
         with monkeypatch.context() as patched:
-            patched.setattr("ps.access.rooms.socket.socket", none_left)
+            patched.setattr("ps.access.caller_sockets.socket.socket", none_left)
             assert gate.attend({listener.fileno(): zmq.POLLIN}, 0.0)
             listener.caller.send(b"knock")
             assert gate.attend({listener.accepted.fileno(): zmq.POLLIN}, 0.0)

@@ -264,18 +264,18 @@ def test_weight_gradients_are_not_urgent_and_hold_nobody_up(family: Family) -> N
 
     def urgent_first(count: int) -> int:
         under_way = family.walker.fleet.under_way
-        return next((i for i, p in enumerate(under_way) if p.urgent), 0)
+        return next((i for i, p in enumerate(under_way) if p.critical), 0)
 
     _, walker = family.distributed(urgent_first)
     weights = [p for p in walker.fleet.submitted if p.shape.inner == TOKENS.numel() and p.shape.batch == 1]
     assert len(weights) == LINEAR_LAYERS[family.name]
-    assert not any(p.urgent for p in weights)
+    assert not any(p.critical for p in weights)
     assert all(p.name.startswith("backward/") for p in weights)
     for groups in walker.graphs:
-        urgencies = [[p.urgent for p in group] for group in groups]
-        assert all(all(group) for group in urgencies[:-1]), "they go out when nothing urgent is left, and together"
-    waited_with_urgent = [m for m in walker.fleet.moments if any(p.urgent for p in m)]
-    assert all(p.urgent for moment in waited_with_urgent for p in moment)
+        urgencies = [[p.critical for p in group] for group in groups]
+        assert all(all(group) for group in urgencies[:-1]), "they go out when nothing critical is left, and together"
+    waited_with_urgent = [m for m in walker.fleet.moments if any(p.critical for p in m)]
+    assert all(p.critical for moment in waited_with_urgent for p in moment)
 
 
 def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_come(family: Family) -> None:
@@ -286,14 +286,16 @@ def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_c
     for groups in walker.graphs:
         for number, group in enumerate(groups):
             told = next(aheads)
-            urgent = [p for p in group if p.urgent]
+            critical = [p for p in group if p.critical]
             if not told:
                 continue
-            assert urgent, "beside something that somebody waits for"
-            early += len(group) - len(urgent)
+            assert critical, "beside something that somebody waits for"
+            early += len(group) - len(critical)
             later = [p for group in groups[number + 1 :] for p in group]
-            assert Counter(r.shape for level in told for r in level.urgent) == shapes(p for p in later if p.urgent)
-            assert Counter(r.shape for level in told for r in level.patient) == shapes(p for p in later if not p.urgent)
+            assert Counter(r.shape for level in told for r in level.critical) == shapes(p for p in later if p.critical)
+            assert Counter(r.shape for level in told for r in level.deferred) == shapes(
+                p for p in later if not p.critical
+            )
     assert early >= LINEAR_LAYERS[family.name] // 2
 
 
@@ -301,7 +303,7 @@ def test_weight_gradients_wait_if_all_of_them_would_weigh_too_much_or_weights_ar
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = family.distributed(early=True)[1].fleet
-    together = sum(p.operand_bytes for p in fleet.submitted if not p.urgent)
+    together = sum(p.operand_bytes for p in fleet.submitted if not p.critical)
     assert any(fleet.aheads)
     monkeypatch.setattr("ps.graph.executor.SHELF_BYTES", together - 1)
     assert not any(family.distributed(early=True)[1].fleet.aheads)
@@ -322,18 +324,18 @@ def test_weight_gradients_that_weigh_too_much_go_out_earlier_and_hold_nobody_up(
 
     def urgent_first(count: int) -> int:
         under_way = family.walker.fleet.under_way
-        return next((i for i, p in enumerate(under_way) if p.urgent), 0)
+        return next((i for i, p in enumerate(under_way) if p.critical), 0)
 
     plain, (step, walker) = family.plain(), family.distributed(urgent_first)
-    waited_with_urgent = [m for m in walker.fleet.moments if any(p.urgent for p in m)]
-    assert max(sum(not p.urgent for p in moment) for moment in waited_with_urgent) >= 4
+    waited_with_urgent = [m for m in walker.fleet.moments if any(p.critical for p in m)]
+    assert max(sum(not p.critical for p in moment) for moment in waited_with_urgent) >= 4
     torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=1e-6)
 
 
 def test_what_leads_to_another_product_is_urgent(family: Family) -> None:
     _, walker = family.distributed()
-    assert all(p.urgent for p in walker.fleet.submitted if p.name.startswith("forward/"))
-    assert any(p.urgent for p in walker.fleet.submitted if p.name.startswith("backward/"))
+    assert all(p.critical for p in walker.fleet.submitted if p.name.startswith("forward/"))
+    assert any(p.critical for p in walker.fleet.submitted if p.name.startswith("backward/"))
 
 
 def test_the_flops_sent_out_are_the_flops_of_the_step(family: Family) -> None:
@@ -558,7 +560,7 @@ def test_while_the_server_computes_and_the_fleet_has_nothing_else_it_gets_what_n
     walker = Walker(Fleet(lambda count: 0))
     program = prepare("backward", make_fx(function)(x))
     one, two = walker.run(program, [x])
-    assert [[p.urgent for p in group] for group in walker.fleet.groups] == [[False], [True], [False]]
+    assert [[p.critical for p in group] for group in walker.fleet.groups] == [[False], [True], [False]]
     for result, expected in zip((one, two), function(x), strict=True):
         torch.testing.assert_close(result, expected)
 
@@ -589,7 +591,7 @@ def test_a_weight_is_the_same_operand_until_it_changes_and_activations_never_are
         assert one.uses == two.uses == (2 if is_weight else 1)
     kept = {operand.id for operand in operands(first) if operand.uses > 1}
     urgencies = {
-        (operand, product.urgent) for product in first + second for operand in product.kept if operand is not None
+        (operand, product.critical) for product in first + second for operand in product.kept if operand is not None
     }
     assert len(urgencies) == len(kept), "who needs a weight needs it always as urgently"
     assert len(kept) >= LINEAR_LAYERS[family.name]

@@ -63,7 +63,7 @@ def test_somebody_is_always_left(chain: list[Level], last: tuple[Request, ...], 
         assert len(team.devices) <= MOST_TAKEN * count
         assert len(np.unique(team.devices)) == len(team.devices)
         assert all(0 <= device < count for device in team.devices.tolist())
-        assert level.patient or not len(team.devices)
+        assert level.deferred or not len(team.devices)
 
 
 def test_who_has_ended_may_be_taken_again_and_nobody_else() -> None:
@@ -101,17 +101,17 @@ def test_those_are_taken_whom_the_chain_misses_least() -> None:
 # ---- planning
 
 
-def question(patient: int = 1, more: int = 8) -> Question:
-    return Question((CHAIN, *[GRADIENT] * patient), patient, (Level((CHAIN,)),) * more)
+def question(deferred: int = 1, more: int = 8) -> Question:
+    return Question((CHAIN, *[GRADIENT] * deferred), deferred, (Level((CHAIN,)),) * more)
 
 
 def test_what_is_patient_is_planned_beside_the_rest_and_ends_later() -> None:
     able = np.arange(len(FLEET))
-    urgent, patient = Planner().plan(question(), FLEET, able)
-    assert not set(urgent.device.tolist()) & set(patient.device.tolist())
+    critical, deferred = Planner().plan(question(), FLEET, able)
+    assert not set(critical.device.tolist()) & set(deferred.device.tolist())
     alone = Planner().plan([CHAIN], FLEET, able)[0]
     together = Planner().plan([CHAIN, GRADIENT], FLEET, able)
-    assert alone.makespan_s <= urgent.makespan_s < together[0].makespan_s < patient.makespan_s
+    assert alone.makespan_s <= critical.makespan_s < together[0].makespan_s < deferred.makespan_s
 
 
 def test_who_is_busy_beside_all_this_is_left_alone_unless_nobody_else_is_there() -> None:
@@ -130,13 +130,13 @@ def test_a_pass_is_thought_through_once_and_again_when_its_teams_would_be_late()
     later = Question((CHAIN, GRADIENT), 1, question().ahead[1:])
     known = Team(np.setdiff1d(able, chosen)[:30], span_s=100.0)
     planner._teams[later.ahead] = known
-    _, patient = planner.plan(later, FLEET, able, busy=chosen)
-    assert set(patient.device.tolist()) <= set(known.devices.tolist())
+    _, deferred = planner.plan(later, FLEET, able, busy=chosen)
+    assert set(deferred.device.tolist()) <= set(known.devices.tolist())
     planner._cache.clear()
     planner._teams[later.ahead] = replace(known, span_s=0.01)
-    _, patient = planner.plan(later, FLEET, able, busy=chosen)
+    _, deferred = planner.plan(later, FLEET, able, busy=chosen)
     assert not np.array_equal(planner._teams[later.ahead].devices, known.devices), "chosen anew"
-    assert patient.makespan_s < 1.2 * planner._teams[later.ahead].span_s
+    assert deferred.makespan_s < 1.2 * planner._teams[later.ahead].span_s
 
 
 def test_teams_are_chosen_anew_when_the_fleet_has_grown() -> None:
@@ -209,7 +209,9 @@ class World:
         self.dispatcher.check()
 
     def submit(self, first: int, asked: Question) -> None:
-        new = [Submission(first + at, request, urgent=at < asked.urgent) for at, request in enumerate(asked.requests)]
+        new = [
+            Submission(first + at, request, critical=at < asked.critical) for at, request in enumerate(asked.requests)
+        ]
         self.handle(JobsSubmitted(new, asked.ahead))
 
     def devices(self, job: int) -> set[int]:
@@ -249,7 +251,7 @@ def test_nobody_takes_what_is_patient_from_others_while_there_is_more_to_come() 
 
 def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
     world = World()
-    world.submit(0, question(patient=3))
+    world.submit(0, question(deferred=3))
     team = world.devices(1) | world.devices(2) | world.devices(3)
     lost = min(world.devices(1))
     world.handle(DevicesLeft([lost]))
@@ -258,13 +260,13 @@ def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
 
 def test_what_is_lost_of_it_overtakes_what_waits() -> None:
     world = World()
-    world.submit(0, question(patient=3))
-    waiting = [record for record in world.dispatcher._state.devices if record.background]
+    world.submit(0, question(deferred=3))
+    waiting = [record for record in world.dispatcher._state.devices if record.deferred]
     assert waiting, "there is something to overtake"
     world.handle(DevicesLeft([min(world.devices(1))]))
     overtaken = 0
     for record in world.dispatcher._state.devices:
-        repairs = [world.dispatcher._state.jobs[job].first[block] for job, block in record.background]
+        repairs = [world.dispatcher._state.jobs[job].first[block] for job, block in record.deferred]
         assert repairs == sorted(repairs, reverse=True)
         overtaken += len(set(repairs)) > 1
     sent = [key for key in world.sent if world.dispatcher._state.jobs[key[0]].first[key[1]]]

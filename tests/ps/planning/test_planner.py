@@ -15,8 +15,8 @@ from plan_checks import assert_keeps_its_promises, assert_same, block, one_cell_
 import ps.planning.planner
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
-from ps.planning.adapt import LATER, welcomed
-from ps.planning.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_laws
+from ps.planning.adapt import LATER, with_newcomers
+from ps.planning.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_cost_models
 from ps.planning.planner import (
     SETTLED,
     SOLVING_S,
@@ -130,7 +130,7 @@ def test_more_devices_than_cells_are_no_difficulty() -> None:
     assert_keeps_its_promises(solve(shape, fleet), shape, fleet, np.arange(500))
 
 
-# ---- the law
+# ---- the cost model
 
 
 def cut(strips: int, chunks: int, taper: float = 1.0) -> Cuts:
@@ -151,8 +151,8 @@ def test_the_law_of_strips_is_what_three_queues_give(
 ) -> None:
     """Exactly, but that each strip's overhead counts in full, also where it is hidden."""
     shape = Shape(1, h, inner, w)
-    law = running_laws(pack_profiles([p]), Request(shape), cut(k, 1, taper))[0]
-    modelled_s = float(law.fixed_s[0] + law.loads(np.array([h]), np.array([w])).max())
+    cost_model = running_cost_models(pack_profiles([p]), Request(shape), cut(k, 1, taper))[0]
+    modelled_s = float(cost_model.fixed_s[0] + cost_model.loads(np.array([h]), np.array([w])).max())
     sizes = [taper**i for i in range(k)]
     heights = [h * size / sum(sizes) for size in sizes]
     seconds = simulated_s(p, [block(p, shape, [0, 1, 0, r, 0, w], [True, i == 0], 1) for i, r in enumerate(heights)])
@@ -186,8 +186,8 @@ def test_strips_that_grow_or_shrink_with_the_slower_queue_end_no_later_than_equa
 @given(p=profiles, inner=inners, h=st.integers(1, 200), w=st.integers(1, 200), c=st.integers(2, 9))
 def test_the_law_of_chunks_is_what_three_queues_give(p: Profile, inner: int, h: int, w: int, c: int) -> None:
     shape = Shape(1, h, inner, w)
-    law = running_laws(pack_profiles([p]), Request(shape), cut(1, c))[0]
-    modelled_s = float(law.fixed_s[0] + law.loads(np.array([h]), np.array([w])).max())
+    cost_model = running_cost_models(pack_profiles([p]), Request(shape), cut(1, c))[0]
+    modelled_s = float(cost_model.fixed_s[0] + cost_model.loads(np.array([h]), np.array([w])).max())
     seconds = simulated_s(p, [block(p, shape, [0, 1, 0, h, 0, w], [True, True], c)])
     assert seconds <= modelled_s * (1 + 1e-9)
     assert seconds >= (modelled_s - (c - 1) * p.overhead_s) * (1 - 1e-9)
@@ -197,10 +197,10 @@ def test_the_law_of_chunks_is_what_three_queues_give(p: Profile, inner: int, h: 
 @given(p=profiles, inner=inners, w=st.integers(1, 200), seconds=powers(1e-3, 1e6), k=st.integers(1, 4))
 def test_the_height_of_a_time_takes_this_time(p: Profile, inner: int, w: int, seconds: float, k: int) -> None:
     request = Request(Shape(1, 1, inner, 1), left_uses=3)
-    for law in running_laws(pack_profiles([replace(p, memory_bytes=1 << 50)]), request, cut(k, 1)):
-        height = law.boundless().heights(seconds + law.fixed_s, np.array([w]))
+    for cost_model in running_cost_models(pack_profiles([replace(p, memory_bytes=1 << 50)]), request, cut(k, 1)):
+        height = cost_model.boundless().heights(seconds + cost_model.fixed_s, np.array([w]))
         if height[0] > 0:
-            assert law.loads(height, np.array([w])).max() == pytest.approx(seconds, rel=1e-6)
+            assert cost_model.loads(height, np.array([w])).max() == pytest.approx(seconds, rel=1e-6)
 
 
 # ---- who gets what
@@ -271,8 +271,8 @@ def test_short_work_and_a_device_with_little_credit_get_no_strips() -> None:
     short = solve(Shape(1, 400, 50, 400), [quick] * 4)
     assert short.makespan_s < 2 * STRIP_S
     assert len(short.tiles) == len(np.unique(short.device))
-    patient = solve(Shape(1, 4000, 500, 4000), [replace(common, credit_blocks=1)] * 4)
-    assert len(patient.tiles) == len(np.unique(patient.device))
+    deferred = solve(Shape(1, 4000, 500, 4000), [replace(common, credit_blocks=1)] * 4)
+    assert len(deferred.tiles) == len(np.unique(deferred.device))
 
 
 def test_strips_end_sooner_than_whole_rectangles() -> None:
@@ -410,7 +410,7 @@ def test_after_devices_have_joined_all_promises_still_hold(problem: Problem, dat
     if not any(fleet[i].memory_bytes >= max(one_cell_bytes(r.shape) for r in wanted) for i in before):
         return
     for request, plan in zip(wanted, Planner().plan(wanted, table, before), strict=True):
-        after = welcomed(plan, request.shape, np.setdiff1d(able, before), table)
+        after = with_newcomers(plan, request.shape, np.setdiff1d(able, before), table)
         assert_keeps_its_promises(after, request.shape, fleet, able)
 
 

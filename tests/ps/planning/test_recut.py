@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.protocol.profile import Profile, pack_profiles
-from ps.planning.cost import Passage, Stages, after, alone_s
+from ps.planning.cost import Passage, QueueTimes, after, alone_s
 from ps.planning.pipeline import queue_seconds
 from ps.planning.planner import Plan, Planner, Request, Shape
 from ps.planning.recut import LATER, recut
@@ -28,7 +28,7 @@ passages = st.tuples(seconds, seconds, seconds, st.just(1))
 
 @given(st.lists(st.tuples(passages, seconds), max_size=8))
 def test_a_block_passes_the_queues_in_order_each_after_what_was_sent_before(sent: list[tuple[Passage, float]]) -> None:
-    stages, now_s, ends_s = Stages(), 0.0, [0.0, 0.0, 0.0]
+    stages, now_s, ends_s = QueueTimes(), 0.0, [0.0, 0.0, 0.0]
     for block, pause_s in sent:
         now_s += pause_s
         begins_s = now_s
@@ -43,7 +43,7 @@ def test_a_block_passes_the_queues_in_order_each_after_what_was_sent_before(sent
 def test_what_equal_blocks_will_take_after_another_is_known_before_they_are_sent(
     first: Passage, block: Passage, count: int
 ) -> None:
-    stages, waiting = Stages(), Stages()
+    stages, waiting = QueueTimes(), QueueTimes()
     stages.send(first, 0.0)
     for _ in range(count):
         waiting.add(block)
@@ -54,9 +54,9 @@ def test_what_equal_blocks_will_take_after_another_is_known_before_they_are_sent
 
 
 def test_a_block_that_comes_in_chunks_is_computed_while_it_comes() -> None:
-    assert Stages().send((8.0, 4.0, 1.0, 1), 0.0) == alone_s((8.0, 4.0, 1.0, 1)) == 13.0
-    assert Stages().send((8.0, 4.0, 1.0, 4), 0.0) == alone_s((8.0, 4.0, 1.0, 4)) == 10.0
-    assert Stages().send((4.0, 8.0, 1.0, 4), 0.0) == alone_s((4.0, 8.0, 1.0, 4)) == 10.0
+    assert QueueTimes().send((8.0, 4.0, 1.0, 1), 0.0) == alone_s((8.0, 4.0, 1.0, 1)) == 13.0
+    assert QueueTimes().send((8.0, 4.0, 1.0, 4), 0.0) == alone_s((8.0, 4.0, 1.0, 4)) == 10.0
+    assert QueueTimes().send((4.0, 8.0, 1.0, 4), 0.0) == alone_s((4.0, 8.0, 1.0, 4)) == 10.0
 
 
 # ---- cutting again
@@ -151,7 +151,7 @@ def test_what_is_held_back_costs_nothing(shape: Shape) -> None:
     profiles, planner = fleet_profiles("paper", 12, seed=1), Planner()
     product = Product(shape, profiles, planner)
     dispatcher = product._fleet._dispatcher
-    assert any(record.urgent for record in dispatcher._state.devices), "something is held back"
+    assert any(record.critical for record in dispatcher._state.devices), "something is held back"
     (plan,) = planner.plan([Request(shape)], dispatcher.profiles, np.arange(len(profiles)))
     assert product.run() <= 1.001 * plan.makespan_s
 
@@ -167,4 +167,4 @@ def test_an_idle_device_takes_all_that_waits_for_one_that_does_not_answer() -> N
         (sent,) = [instruction for instruction in out if isinstance(instruction, SendBlocks)]
         assert sent.devices == [1]
         (last,) = sent.blocks
-    assert not dispatcher._state.devices[0].urgent
+    assert not dispatcher._state.devices[0].critical

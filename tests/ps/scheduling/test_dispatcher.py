@@ -145,7 +145,7 @@ class World:
         self.worked: set[int] = set()
         self.suspended: set[int] = set()
         self.shapes: dict[int, Shape] = {}  # jobs under way
-        self.urgent: dict[int, bool] = {}
+        self.critical: dict[int, bool] = {}
         self.kept: dict[int, Kept] = {}
         self.finished: list[int] = []
         self.accepted: dict[int, NDArray[np.int64]] = {}  # how often each cell of each job was accepted
@@ -173,14 +173,14 @@ class World:
                 for kept in self.slabs.values():
                     for operand in operands:
                         kept.pop(operand, None)
-        queued_before = self._queued_urgent()
+        queued_before = self._queued_critical()
         instructions = self.dispatcher.handle(event)
         self.log += instructions
         self.dispatcher.check()
         self._look_at_new_blocks()
         for instruction in instructions:
             self._obey(event, instruction)
-        self._no_background_before_urgent(queued_before, instructions)
+        self._no_deferred_before_critical(queued_before, instructions)
         self._nothing_waits_in_vain()
         return instructions
 
@@ -199,18 +199,18 @@ class World:
         return self.handle(DevicesLeft(list(devices)))
 
     def submit(
-        self, shape: Shape, *, urgent: bool = True, given: Plan | None = None, kept: Kept = (None, None)
+        self, shape: Shape, *, critical: bool = True, given: Plan | None = None, kept: Kept = (None, None)
     ) -> list[Instruction]:
-        return self.submit_together(self.submission(shape, urgent=urgent, given=given, kept=kept))
+        return self.submit_together(self.submission(shape, critical=critical, given=given, kept=kept))
 
     def submission(
-        self, shape: Shape, *, urgent: bool = True, given: Plan | None = None, kept: Kept = (None, None)
+        self, shape: Shape, *, critical: bool = True, given: Plan | None = None, kept: Kept = (None, None)
     ) -> Submission:
         job = len(self.accepted)
-        self.shapes[job], self.urgent[job], self.kept[job] = shape, urgent, kept
+        self.shapes[job], self.critical[job], self.kept[job] = shape, critical, kept
         self.accepted[job] = np.zeros((shape.batch, shape.rows, shape.columns), np.int64)
         left_uses, right_uses = (1 if operand is None else 4 for operand in kept)
-        return Submission(job, Request(shape, left_uses, right_uses), urgent, given, kept)
+        return Submission(job, Request(shape, left_uses, right_uses), critical, given, kept)
 
     def submit_together(self, *submissions: Submission) -> list[Instruction]:
         return self.handle(JobsSubmitted(list(submissions)))
@@ -299,18 +299,18 @@ class World:
             f"device {device} was sent more blocks than its credit"
         )
 
-    def _queued_urgent(self) -> dict[int, set[Key]]:
-        return {index: set(record.urgent) for index, record in enumerate(self.dispatcher._state.devices)}
+    def _queued_critical(self) -> dict[int, set[Key]]:
+        return {index: set(record.critical) for index, record in enumerate(self.dispatcher._state.devices)}
 
-    def _no_background_before_urgent(self, before: dict[int, set[Key]], instructions: list[Instruction]) -> None:
-        """A device that has urgent blocks waiting all along is sent no background block."""
-        after = self._queued_urgent()
+    def _no_deferred_before_critical(self, before: dict[int, set[Key]], instructions: list[Instruction]) -> None:
+        """A device that has critical blocks waiting all along is sent no deferred block."""
+        after = self._queued_critical()
         for instruction in instructions:
             if isinstance(instruction, SendBlocks):
                 for device, job in zip(instruction.devices, instruction.jobs, strict=True):
-                    if not self.urgent[job]:
+                    if not self.critical[job]:
                         assert not before.get(device, set()) & after[device], (
-                            f"device {device}: background job {job} first"
+                            f"device {device}: deferred job {job} first"
                         )
 
     def _nothing_waits_in_vain(self) -> None:
@@ -353,33 +353,33 @@ def random_shape(rng: random.Random) -> Shape:
 
 @dataclass(frozen=True)
 class Weight:
-    """An operand that several jobs have in common; who needs it needs it always as urgently."""
+    """An operand that several jobs have in common; who needs it needs it always as critically."""
 
     operand: int
     inner: int
     extent: int
     side: int
-    urgent: bool
+    critical: bool
 
 
 def random_group(world: World, weights: list[Weight], rng: random.Random) -> list[Submission]:
     """Jobs that are ready at the same moment, some of them with weights that others have had before."""
     group = []
     for _ in range(rng.choice([1, 1, 2, 4])):
-        shape, urgent = random_shape(rng), rng.random() < 0.5
+        shape, critical = random_shape(rng), rng.random() < 0.5
         kept: list[int | None] = [None, None]
         if weights and rng.random() < 0.5:
             weight = rng.choice(weights)
             others = rng.randint(1, 9)
             rows, columns = (weight.extent, others) if weight.side == 0 else (others, weight.extent)
-            shape, urgent = Shape(1, rows, weight.inner, columns), weight.urgent
+            shape, critical = Shape(1, rows, weight.inner, columns), weight.critical
             kept[weight.side] = weight.operand
         elif rng.random() < 0.5:
             side = rng.choice([0, 1])
             extent = shape.rows if side == 0 else shape.columns
-            weights.append(Weight(len(weights), shape.inner, extent, side, urgent))
+            weights.append(Weight(len(weights), shape.inner, extent, side, critical))
             kept[side] = len(weights) - 1
-        group.append(world.submission(shape, urgent=urgent, kept=(kept[0], kept[1])))
+        group.append(world.submission(shape, critical=critical, kept=(kept[0], kept[1])))
     return group
 
 
@@ -493,7 +493,7 @@ def busy_world() -> World:
     for _ in range(4):
         world.submit(Shape(1, 64, 64, 64), given=quarters())
     assert [len(world.flying[device]) for device in range(4)] == [2] * 4
-    assert [len(record.urgent) for record in world.dispatcher._state.devices] == [2] * 4
+    assert [len(record.critical) for record in world.dispatcher._state.devices] == [2] * 4
     return world
 
 
@@ -512,7 +512,7 @@ def state_of(dispatcher: Dispatcher) -> str:
         lambda w: (0, 10_000, 0),
         lambda w: (10_000, 0, 0),
         lambda w: (-1, 0, 0),
-        lambda w: (0, *w.dispatcher._state.devices[0].urgent[0]),
+        lambda w: (0, *w.dispatcher._state.devices[0].critical[0]),
     ],
     ids=["duplicate", "other device", "no such block", "no such job", "no such device", "negative", "not sent yet"],
 )
@@ -734,12 +734,12 @@ def test_a_newcomer_that_would_be_slower_takes_nothing() -> None:
     assert world.join(replace(COMMON, up_bps=1.0)) == []
 
 
-# ---- urgent before background
+# ---- critical before deferred
 
 
 def one_block_jobs(world: World, *urgencies: bool) -> None:
-    for urgent in urgencies:
-        world.submit(Shape(1, 8, 8, 8), urgent=urgent)
+    for critical in urgencies:
+        world.submit(Shape(1, 8, 8, 8), critical=critical)
 
 
 def order_of(world: World) -> list[int]:
@@ -752,14 +752,14 @@ def order_of(world: World) -> list[int]:
     return order
 
 
-def test_urgent_jobs_go_before_background_ones_on_the_same_device() -> None:
+def test_critical_jobs_go_before_deferred_ones_on_the_same_device() -> None:
     world = World()
     world.join(replace(COMMON, credit_blocks=1))
     one_block_jobs(world, True, False, True, False, True)
     assert order_of(world) == [0, 2, 4, 1, 3]
 
 
-def test_urgent_jobs_go_first_after_their_device_was_lost() -> None:
+def test_critical_jobs_go_first_after_their_device_was_lost() -> None:
     world = World()
     world.join(replace(COMMON, credit_blocks=1))
     one_block_jobs(world, False, False, True)  # the first is under way already
@@ -768,7 +768,7 @@ def test_urgent_jobs_go_first_after_their_device_was_lost() -> None:
     assert order_of(world) == [2, 0, 1]
 
 
-def test_urgent_jobs_go_first_when_they_move_to_a_survivor() -> None:
+def test_critical_jobs_go_first_when_they_move_to_a_survivor() -> None:
     world = World()
     world.join(replace(COMMON, credit_blocks=1))
     one_block_jobs(world, False, True)
@@ -783,7 +783,7 @@ def test_urgent_jobs_go_first_when_they_move_to_a_survivor() -> None:
 def test_a_job_cannot_be_submitted_twice() -> None:
     world = busy_world()
     with pytest.raises(ValueError, match="job 0 was submitted twice"):
-        world.dispatcher.handle(JobsSubmitted([Submission(0, Request(Shape(1, 1, 1, 1), 1, 1), urgent=True)]))
+        world.dispatcher.handle(JobsSubmitted([Submission(0, Request(Shape(1, 1, 1, 1), 1, 1), critical=True)]))
 
 
 def test_an_id_cannot_be_used_twice() -> None:
@@ -807,7 +807,7 @@ def test_a_plan_that_was_made_for_somebody_else_with_that_number_is_not_used() -
     """The next one to have it may have little memory: a plan for the first would give it what it cannot hold."""
     dispatcher, shape = Dispatcher(Planner()), Shape(1, 64, 16, 64)
     dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
-    plan = Submission(0, Request(shape), urgent=True)
+    plan = Submission(0, Request(shape), critical=True)
     sent = [i for i in dispatcher.handle(JobsSubmitted([plan])) if isinstance(i, SendBlocks)]
     assert {device for i in sent for device in i.devices} == {0, 1}
     for memory_bytes in (8 * one_cell_bytes(shape), 1):
@@ -845,7 +845,7 @@ def test_a_given_plan_with_a_device_that_is_gone_is_refused() -> None:
 # ---- jobs that are ready together
 
 
-def test_jobs_submitted_together_are_planned_together_and_the_urgent_ones_first() -> None:
+def test_jobs_submitted_together_are_planned_together_and_the_critical_ones_first() -> None:
     asked: list[list[Shape]] = []
 
     class Watched(Planner):
@@ -858,7 +858,7 @@ def test_jobs_submitted_together_are_planned_together_and_the_urgent_ones_first(
     world.join(*[COMMON] * 3)
     shapes = [Shape(1, 8, 8, 8 + i) for i in range(4)]
     urgencies = [False, True, False, True]
-    group = [world.submission(shape, urgent=urgent) for shape, urgent in zip(shapes, urgencies, strict=True)]
+    group = [world.submission(shape, critical=critical) for shape, critical in zip(shapes, urgencies, strict=True)]
     world.submit_together(*group)
     assert asked == [[shapes[1], shapes[3], shapes[0], shapes[2]]]
     world.finish_everything()
@@ -1105,12 +1105,12 @@ def _in_flight_twice(d: Dispatcher) -> None:
 
 
 def _queued_and_in_flight(d: Dispatcher) -> None:
-    d._state.devices[1].urgent.append(flying_key(d))
+    d._state.devices[1].critical.append(flying_key(d))
     d._state.waiting[1] += 1
 
 
 def _queued_twice(d: Dispatcher) -> None:
-    d._state.devices[0].urgent.append(d._state.devices[0].urgent[0])
+    d._state.devices[0].critical.append(d._state.devices[0].critical[0])
     d._state.waiting[0] += 1
 
 
@@ -1120,7 +1120,7 @@ def _done_and_in_flight(d: Dispatcher) -> None:
 
 
 def _nowhere(d: Dispatcher) -> None:
-    d._state.devices[0].urgent.popleft()
+    d._state.devices[0].critical.popleft()
     d._state.waiting[0] -= 1
 
 
@@ -1154,7 +1154,7 @@ def _job_forgotten_in_flight(d: Dispatcher) -> None:
 
 
 def _job_forgotten_in_queues(d: Dispatcher) -> None:
-    del d._state.jobs[d._state.devices[0].urgent[-1][0]]
+    del d._state.jobs[d._state.devices[0].critical[-1][0]]
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_all_that_a_late_device_was_sent_is_given_to_others_too_and_what_waits_f
     world.submit([0, 0, 0, 0])  # two of them are sent
     world.late()
     assert set(world.dispatcher._state.devices[0].in_flight) == {(0, 0), (0, 1)}
-    assert not world.dispatcher._state.devices[0].urgent
+    assert not world.dispatcher._state.devices[0].critical
     assert {(0, 0), (0, 1)} == set(world.dispatcher._stragglers.copies)
 
 

@@ -488,10 +488,10 @@ def test_nothing(start, serve):
 @pytest.mark.skipif(sys.platform != "linux", reason="ZeroMQ's threads can be seen on Linux only")
 def test_what_is_left_behind_is_found(start: Start, tmp_path: Path) -> None:
     fixtures = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
-    hurried = fixtures.replace("SETTLE_S = 5.0", "SETTLE_S = 0.3")
-    assert hurried != fixtures
+    critical_plans = fixtures.replace("SETTLE_S = 5.0", "SETTLE_S = 0.3")
+    assert critical_plans != fixtures
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "conftest.py").write_text(hurried, encoding="utf-8")
+    (tmp_path / "tests" / "conftest.py").write_text(critical_plans, encoding="utf-8")
     (tmp_path / "tests" / "test_leaking.py").write_text(LEAKING, encoding="utf-8")
     inner = start("pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path), cwd=tmp_path)
     assert inner.wait() == 1

@@ -24,7 +24,7 @@ from ps.verification.audit import WINDOW, Audits, nearest_zero
 from ps.verification.drift import BIAS_LIMIT, ENERGY_LIMIT, Drift
 from ps.verification.fuse import LATELY, Fuse, State
 from ps.verification.glance import FIRST, ONE_OF, Lot
-from ps.verification.own import in_lanes, own_products
+from ps.verification.own_kernels import in_lanes, own_products
 from ps.verification.recompute import (
     SAMPLED_TERMS,
     Evidence,

@@ -31,10 +31,10 @@ from emulator.containers.throttle import container_group, thread_of
 from emulator.links.netlink import in_namespace
 from emulator.links.shaping import probe
 from emulator.model.fleet import Fleet
-from ps.access.book_file import AccessFile
+from ps.access.access_file import AccessFile
 from ps.transport.server import Server
 from testbed.launch import container_pods
-from testbed.launch.container_host import Ground
+from testbed.launch.container_host import ContainerHost
 from testbed.launch.container_pods import ContainerPods
 from testbed.launch.kernel_links import End, KernelLinks
 from testbed.runs.scenario import Launch
@@ -254,14 +254,14 @@ def connected_to(run: subprocess.Popen[bytes], log: Path) -> set[str]:
 
 SPIN = """
 import json, time
-from emulator.containers.throttle import Apart
+from emulator.containers.throttle import ComputeThread
 class Spin:
     name = "spin"
     def product(self, left, right):
         begun, spent = time.monotonic(), time.thread_time()
         while time.monotonic() - begun < 1.0: pass
         return [time.monotonic() - begun, time.thread_time() - spent]
-kernel = Apart(Spin())
+kernel = ComputeThread(Spin())
 input()
 print(json.dumps(kernel.product(None, None)), flush=True)
 """
@@ -317,16 +317,16 @@ def test_where_what_computes_cannot_be_limited_the_container_is_and_the_run_says
     monkeypatch.setattr(container_pods, "Spec", lambda *of, sets_quotas=False, **more: Spec(*of, **more))
 
     def act() -> None:
-        with Ground(Launch(kind="docker"), 1) as ground:
+        with ContainerHost(Launch(kind="docker"), 1) as container_host:
             keys = Keys.new()
-            server = Server(unlisted=[f"tcp://{ground.server_host()}:0"], access=AccessFile(tmp_path)).start()
+            server = Server(unlisted=[f"tcp://{container_host.server_host()}:0"], access=AccessFile(tmp_path)).start()
             server.trust(keys.public, "a test", 2)
             curve = Curve(server.public_key, keys)
             try:
                 profile = Profile(4e9, 1e-4, 1e9, 1e9, 0.0, 1 << 26, 2)
                 fleet = Fleet(pack_profiles([profile]), ["test"], ["none"], {"estimate": 1})
                 address = server.unlisted_addresses[0]
-                with ContainerPods(ground, fleet, 1, address, "model", (), 1.0, curve) as pods:
+                with ContainerPods(container_host, fleet, 1, address, "model", (), 1.0, curve) as pods:
                     pods.start()
                     assert server.wait_for_devices(1, 60.0)
                     assert "messages within them (the processes of containers" in pods.limits_told()
@@ -357,23 +357,23 @@ except Exception as error: print(type(error).__name__, error)
 
 def test_a_missing_or_outdated_image_says_make_image(at: TestEngine) -> None:
     with pytest.raises(UserError, match='has no image "no-such": make it with `make image`'):
-        Ground(Launch(kind="docker", image="no-such"), 1)
+        ContainerHost(Launch(kind="docker", image="no-such"), 1)
     changed = at.docker("create", IMAGE).strip()
     at.docker("commit", "--change", "LABEL cleave.sources=other", changed, "old")
     at.docker("rm", changed)
     with pytest.raises(UserError, match="was made from other sources: `make image` makes it anew"):
-        Ground(Launch(kind="docker", image="old"), 1)
+        ContainerHost(Launch(kind="docker", image="old"), 1)
     assert not ours(at)
 
 
 def test_a_range_that_is_too_small_or_taken_is_refused_and_nothing_is_left(at: TestEngine) -> None:
     with pytest.raises(UserError, match="has room for 5 containers and there are 6"):
-        Ground(Launch(kind="docker", subnet="10.99.0.0/29"), 6)
-    with Ground(Launch(kind="docker", subnet="10.99.0.0/24"), 6) as first:
+        ContainerHost(Launch(kind="docker", subnet="10.99.0.0/29"), 6)
+    with ContainerHost(Launch(kind="docker", subnet="10.99.0.0/24"), 6) as first:
         assert [str(bridge.subnet) for bridge in first.bridges] == ["10.99.0.0/24"]
         with pytest.raises(UserError, match="is in use here"):
-            Ground(Launch(kind="docker", subnet="10.99.0.0/16"), 6)
-        with Ground(Launch(kind="docker"), 2500) as second:  # past the ports of a bridge
+            ContainerHost(Launch(kind="docker", subnet="10.99.0.0/16"), 6)
+        with ContainerHost(Launch(kind="docker"), 2500) as second:  # past the ports of a bridge
             assert len({bridge.subnet for bridge in second.bridges}) == 3
             assert len(ours(at)) == 4
     assert not ours(at)
@@ -384,14 +384,14 @@ def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
     ip, most = [*at.inside, "ip"], 1100
     ports = "".join(f"link add full{number} group 77 master BRIDGE type veth\n" for number in range(most))
     try:
-        with Ground(Launch(kind="docker"), 2) as ground:
-            bridge, image = ground.bridges[0], ground.image
+        with ContainerHost(Launch(kind="docker"), 2) as container_host:
+            bridge, image = container_host.bridges[0], container_host.image
             batch = ports.replace("BRIDGE", f"br-{bridge.id[:12]}")
             refused = subprocess.run([*ip, "-batch", "-"], input=batch, capture_output=True, text=True, check=False)
             assert "Exchange full" in refused.stderr
             says = r"^a bridge is full \(.*\): take fewer containers, set fleet.pods$"
             with pytest.raises(EngineError, match=says) as said:
-                ground.engine.start(Spec("cleave-full", ["emulator.pods.pod", "--help"], bridge.id), image)
+                container_host.engine.start(Spec("cleave-full", ["emulator.pods.pod", "--help"], bridge.id), image)
             assert "\n" not in str(said.value)
     finally:
         subprocess.run([*ip, "link", "del", "group", "77"], check=True)
@@ -401,12 +401,12 @@ def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
 def test_addresses_that_the_engine_s_machine_uses_are_left_alone_and_others_taken(at: TestEngine) -> None:
     """A range that cannot be seen from here, as on another machine: the kernel refuses it. And one that is too small
     for all pods together: each gets its own."""
-    with Ground(Launch(kind="docker"), 2) as ground, idle(ground, 2) as ends:
-        first, second, third, *_ = free_subnets(ground.engine.used_ranges())
+    with ContainerHost(Launch(kind="docker"), 2) as container_host, idle(container_host, 2) as ends:
+        first, second, third, *_ = free_subnets(container_host.engine.used_ranges())
         theirs = str(split(first, 2)[1])
         subprocess.run([*at.inside, "ip", "route", "add", "blackhole", theirs], check=True)
         try:
-            told = KernelLinks(ground).shape(uniform(6), ends)
+            told = KernelLinks(container_host).shape(uniform(6), ends)
         finally:
             subprocess.run([*at.inside, "ip", "route", "del", "blackhole", theirs], check=True)
         ranges = split(second, 2)
@@ -419,10 +419,10 @@ def test_addresses_that_the_engine_s_machine_uses_are_left_alone_and_others_take
 
 
 def test_more_devices_than_a_kernel_has_classes_is_said_and_nothing_is_left(at: TestEngine) -> None:
-    with Ground(Launch(kind="docker"), 1) as ground, idle(ground, 1) as ends:
+    with ContainerHost(Launch(kind="docker"), 1) as container_host, idle(container_host, 1) as ends:
         says = r"has room for 65,533 devices, 65,534 are asked for; take more pods \(fleet.pods\), or use links.kind"
         with pytest.raises(UserError, match=says):
-            KernelLinks(ground).shape(uniform(65_534), ends)
+            KernelLinks(container_host).shape(uniform(65_534), ends)
     assert not ours(at)
 
 
@@ -432,16 +432,16 @@ def uniform(devices: int) -> Fleet:
 
 
 @contextmanager
-def idle(ground: Ground, count: int) -> Iterator[list[End]]:
+def idle(container_host: ContainerHost, count: int) -> Iterator[list[End]]:
     """Containers on the bridge, until they hear that it is enough."""
     wait = ["timeit", "-n", "1", "-r", "1", "input()"]
     streams, ends = [], []
     try:
         for number in range(count):
-            spec = Spec(f"cleave-{ground.engine.run}-{number}", wait, ground.bridges[0].id)
-            container, stream = ground.engine.start(spec, ground.image)
+            spec = Spec(f"cleave-{container_host.engine.run}-{number}", wait, container_host.bridges[0].id)
+            container, stream = container_host.engine.start(spec, container_host.image)
             streams.append(stream)
-            pod = container_pods.PodContainer(ground.engine, container, stream, ground.bridges[0])
+            pod = container_pods.PodContainer(container_host.engine, container, stream, container_host.bridges[0])
             ends.append(End(pod.engine_pid, pod.address))
         yield ends
     finally:
@@ -451,15 +451,17 @@ def idle(ground: Ground, count: int) -> Iterator[list[End]]:
 
 def test_a_server_that_containers_do_not_reach_is_said_before_they_are_started(at: TestEngine) -> None:
     with (
-        Ground(Launch(kind="docker"), 2) as elsewhere,  # beside the engine's namespace, as beside its virtual machine
+        ContainerHost(
+            Launch(kind="docker"), 2
+        ) as elsewhere,  # beside the engine's namespace, as beside its virtual machine
         pytest.raises(UserError, match=r"is not one of this machine: .* set launch.server_address"),
     ):
         elsewhere.server_host()
-    with Ground(Launch(kind="docker", server_address="127.0.0.1"), 2) as ground:
-        assert ground.server_host() == "0.0.0.0"
-        address = ground.server_at("tcp://0.0.0.0:9")
+    with ContainerHost(Launch(kind="docker", server_address="127.0.0.1"), 2) as container_host:
+        assert container_host.server_host() == "0.0.0.0"
+        address = container_host.server_at("tcp://0.0.0.0:9")
         with pytest.raises(UserError, match=r"do not reach the server at tcp://127.0.0.1:9 .*launch.server_address"):
-            ground.look_inside(address)
+            container_host.look_inside(address)
     assert not ours(at)
 
 
@@ -469,21 +471,23 @@ def test_an_engine_on_another_machine_is_asked_over_the_network_and_needs_to_kno
     with forwarded(at) as port:
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{port}")
         with pytest.raises(UserError, match=r"is not on this machine: set launch.server_address"):
-            Ground(Launch(kind="docker"), 1)
-        with Ground(Launch(kind="docker", server_address="127.0.0.1"), 1) as ground:
+            ContainerHost(Launch(kind="docker"), 1)
+        with ContainerHost(Launch(kind="docker", server_address="127.0.0.1"), 1) as container_host:
             with pytest.raises(UserError, match="containers do not reach the server"):
-                ground.look_inside("tcp://127.0.0.1:9")
-            found = ground.look_inside(f"tcp://{ground.bridges[0].gateway}:{listening(at, ground)}")
+                container_host.look_inside("tcp://127.0.0.1:9")
+            found = container_host.look_inside(
+                f"tcp://{container_host.bridges[0].gateway}:{listening(at, container_host)}"
+            )
             assert found.core_flops > 0
             assert abs(found.clock_offset_ns) < 1e9  # it is this machine after all
     assert not ours(at)
 
 
-def listening(at: TestEngine, ground: Ground) -> int:
+def listening(at: TestEngine, container_host: ContainerHost) -> int:
     """The port of somebody who listens beside the engine, in a container with the engine's own network."""
     code = "import socket; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); s.accept()"
     spec = Spec("cleave-listener", ["timeit", "-n", "1", "-r", "1", code], "host")
-    container, stream = ground.engine.start(spec, ground.image)
+    container, stream = container_host.engine.start(spec, container_host.image)
     for line in container.logs(stream=True):
         stream.close()
         return int(line)

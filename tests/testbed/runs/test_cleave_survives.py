@@ -45,7 +45,7 @@ def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_o
     assert summary["lost_devices"] == 12
     assert summary["verdict"] == "DEGRADED"
     (reason,) = summary["reasons"]
-    assert "not the fleet that was asked for did the work" in reason
+    assert "the requested fleet did not do the work" in reason
     assert reason.count("SIGKILL, not by us") == len(pods)
     assert "12 of 12 emulated devices at the beginning, 0 at the end, at least 0" in reason
     assert "too slow" not in reason

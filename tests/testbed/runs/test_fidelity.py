@@ -27,7 +27,7 @@ from testbed.runs.display import Display
 from testbed.runs.load import Look, between, look
 from testbed.runs.run import run
 from testbed.runs.scenario import Scenario, load_scenario
-from testbed.runs.trial_step import Probe
+from testbed.runs.trial_step import TrialStep
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -249,7 +249,7 @@ def test_on_an_overloaded_host_the_verdict_is_degraded_names_the_cause_and_sugge
     folder: Path,
 ) -> None:
     """A hundred devices on whole lines: a step of a tenth of a second, which no such host keeps up with."""
-    probe = Probe(small_scenario(folder, fleet__line_share="1.0"))
+    probe = TrialStep(small_scenario(folder, fleet__line_share="1.0"))
     with overloaded():
         first = probe.measure(100)
         again = probe.measure(100, first.scale_needed)

@@ -1,10 +1,10 @@
-"""The access book on disk: one small JSON file, readable by its owner only.
+"""The access list on disk: one small JSON file, readable by its owner only.
 
-`cleave invite` and a running server change it at the same time: a change is made under a lock, on what the file holds
-at that moment, and written whole. A reader looks at the file's stamp and reads it again when it has changed.
+`cleave invite` and a running server may change it at the same time. A change is made under a lock, to what the file
+holds at that moment, and the whole file is written. A reader checks the file's stamp and reads it again if it changed.
 
-Whoever holds the lock may be stopped (Ctrl-Z, a debugger, a full disk): a command waits for it for a few seconds and
-then says which process it is. A running server does not wait (`impatient`): a change that is not urgent is made later,
+The process that holds the lock may be stopped (Ctrl-Z, a debugger, a full disk). A command waits a few seconds for the
+lock and then names that process. A running server does not wait (`impatient`): a change that can wait is made later,
 together with the next one (`soon`).
 """
 
@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 from agent.identity.files import LOCK_S, Busy, locked, private_folder, remove_parts, state_folder, write_private
 from agent.identity.keys import Keys
 from agent.protocol.errors import UserError
-from ps.access.book import Book, Enrolled, Invitation
+from ps.access.access_list import AccessList, Enrolled, Invitation
 from ps.access.reputation import Standing
 
-VERSION = 2  # 1: without standings; it is read, and written as 2
-SERVER_WAIT_S = 0.004  # another process that is not stopped has it for about a millisecond
-MOST_LATER = 1000  # changes that wait for the lock; then the oldest ones are given up
-LAST_S = 1e11  # a moment in the year 5138: later ones are none
+VERSION = 2  # version 1 had no standings; it is read, and written as 2
+SERVER_WAIT_S = 0.004  # a process that is not stopped holds the lock for about a millisecond
+MOST_LATER = 1000  # changes that wait for the lock; beyond this, the oldest are dropped
+LAST_S = 1e11  # a time in the year 5138: later values are invalid
 Answer = TypeVar("Answer")
 Row = TypeVar("Row", Invitation, Enrolled, Standing)
-Change = Callable[[Book], Book]
+Change = Callable[[AccessList], AccessList]
 
 
 def server_folder() -> Path:
@@ -39,32 +39,37 @@ def server_folder() -> Path:
 
 class AccessFile:
     def __init__(self, folder: Path, keys: bool = True, wait_s: float = LOCK_S) -> None:
-        """The server's keys are made if there are none; without `keys` nothing is written before the first change.
-        `wait_s`: for the lock, at most; then Busy is raised."""
+        """Creates the server's keys if there are none. Without `keys` nothing is written before the first change.
+        `wait_s`: longest wait for the lock; then Busy is raised."""
         self.path = folder / "access.json"
         self._lock = self.path.with_name("access.lock")
         self._wait_s = wait_s
         self._stamp: tuple[int, int, int] | None = None
-        self._book = Book()
+        self._access_list = AccessList()
         self._later: deque[Change] = deque(maxlen=MOST_LATER)
         self._later_durable = False
         if keys and not self.read().secret:
-            self.change(lambda book: (book if book.secret else replace(book, secret=Keys.new().secret), None))
+            self.change(
+                lambda access_list: (
+                    access_list if access_list.secret else replace(access_list, secret=Keys.new().secret),
+                    None,
+                )
+            )
 
     @property
     def keys(self) -> Keys:
         return Keys.of(self.read().secret)
 
     def impatient(self) -> AccessFile:
-        """The same file for a server's thread."""
+        """The same file, for a thread of the server that must not wait."""
         return AccessFile(self.path.parent, keys=False, wait_s=SERVER_WAIT_S)
 
-    def read(self) -> Book:
-        """What it holds now; costs next to nothing when nothing has changed."""
+    def read(self) -> AccessList:
+        """The present contents. Costs almost nothing if the file has not changed."""
         stamp = self._look()
         if stamp is not None and stamp != self._stamp:
-            self._book, self._stamp = _from_text(self.path), stamp
-        return self._book
+            self._access_list, self._stamp = _from_text(self.path), stamp
+        return self._access_list
 
     def _look(self) -> tuple[int, int, int] | None:
         try:
@@ -76,50 +81,54 @@ class AccessFile:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def change(
-        self, how: Callable[[Book], tuple[Book, Answer]], *, durable: bool = True, wait_s: float | None = None
+        self,
+        how: Callable[[AccessList], tuple[AccessList, Answer]],
+        *,
+        durable: bool = True,
+        wait_s: float | None = None,
     ) -> Answer:
-        """Make the next book of the present one; what else `how` has to say. `durable`: so that not even a power cut
-        undoes it, which takes a disk some milliseconds."""
+        """Replace the access list by the one that `how` makes of it, and return what else `how` returns. `durable`: the
+        change survives a power cut, which takes a disk some milliseconds."""
         private_folder(self.path.parent)
         with locked(self._lock, wait_s=self._wait_s if wait_s is None else wait_s):
-            book = before = self.read()
+            access_list = before = self.read()
             for earlier in self._later:
-                book = earlier(book)
-            following, answer = how(book)
+                access_list = earlier(access_list)
+            following, answer = how(access_list)
             if following != before:
                 remove_parts(self.path)
                 write_private(self.path, _as_lines(following), durable=durable or self._later_durable)
-                self._book, self._stamp = following, self._look()  # nobody else writes while we have the lock
+                self._access_list, self._stamp = following, self._look()  # no other process writes meanwhile
             self._later.clear()
             self._later_durable = False
             return answer
 
     def soon(self, how: Change, *, durable: bool = False) -> bool:
-        """The same for what need not be answered: False if the lock is not to be had now. Then it is made with the
-        next change, or by `retry`."""
+        """Like `change`, without a return value. False if the lock is held by another process: the change is then made
+        with the next one, or by `retry`."""
         self._later.append(how)
         self._later_durable |= durable
         return self.retry()
 
     def retry(self) -> bool:
-        """Make the changes that wait, if there are any."""
+        """Make the changes that are waiting, if any."""
         if not self._later:
             return True
         try:
-            self.change(lambda book: (book, None), durable=False, wait_s=0.0)
+            self.change(lambda access_list: (access_list, None), durable=False, wait_s=0.0)
         except Busy:
             return False
         return True
 
 
-def _as_lines(book: Book) -> Iterator[str]:
-    """One for each invitation and each device: a server writes this whenever one of them comes or goes."""
-    yield f'{{\n"version": {VERSION},\n"secret": {json.dumps(book.secret)},\n"listening": {json.dumps(book.listening)}'
-    yield f',\n"enrolling": {book.enrolling}'
+def _as_lines(access_list: AccessList) -> Iterator[str]:
+    """One line per invitation and per device: a server writes this whenever a device joins or leaves."""
+    yield f'{{\n"version": {VERSION},\n"secret": {json.dumps(access_list.secret)}'
+    yield f',\n"listening": {json.dumps(access_list.listening)},\n"enrolling": {access_list.enrolling}'
     tables: dict[str, Sequence[Invitation | Enrolled | Standing]] = {
-        "invitations": book.invitations,
-        "enrolled": book.enrolled,
-        "standings": book.standings,
+        "invitations": access_list.invitations,
+        "enrolled": access_list.enrolled,
+        "standings": access_list.standings,
     }
     for name, rows in tables.items():
         yield f',\n"{name}": ['
@@ -129,13 +138,13 @@ def _as_lines(book: Book) -> Iterator[str]:
     yield "\n}\n"
 
 
-def _from_text(path: Path) -> Book:
-    """Every value is looked at: one of another kind would end a server when it is used, much later."""
+def _from_text(path: Path) -> AccessList:
+    """Checks every value: a value of the wrong type would stop a server much later, when it is used."""
     try:
         saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if saved.pop("version") not in (1, VERSION):
             raise UserError(f"{path} was written by another version of this program; move it away to begin anew")
-        book = Book(
+        access_list = AccessList(
             secret=_checked("secret", "str", saved["secret"]),
             listening=tuple(_checked("listening", "str", address) for address in saved["listening"]),
             enrolling=_checked("enrolling", "int", saved.get("enrolling", 0)),
@@ -143,9 +152,9 @@ def _from_text(path: Path) -> Book:
             enrolled=tuple(_row(Enrolled, row) for row in saved["enrolled"]),
             standings=tuple(_row(Standing, row) for row in saved.get("standings", ())),
         )
-        if book.secret:
-            Keys.of(book.secret)
-        return book
+        if access_list.secret:
+            Keys.of(access_list.secret)
+        return access_list
     except UserError:
         raise
     except OSError as error:
@@ -160,7 +169,7 @@ def _row(kind: type[Row], row: dict[str, Any]) -> Row:
 
 
 def _checked(name: str, kind: str, value: Any) -> Any:
-    """`kind`: as the field is declared. Numbers are finite, and moments are such as a calendar has."""
+    """`kind`: the declared type of the field. Numbers must be finite, and times must be in the calendar's range."""
     if value is None and kind == "float | None":
         return None
     if kind == "str":

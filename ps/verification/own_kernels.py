@@ -33,8 +33,8 @@ def in_chunks(left: Array, right: Array) -> Array:
 
 
 def in_lanes(left: Array, right: Array, lanes: tuple[int, ...]) -> tuple[Array, ...]:
-    """For each number of lanes: every so-manieth term in one sum, then the sums. Processors add so. One lane is one
-    term after the other, the worst order that counts as honest."""
+    """For each number of lanes k: every k-th term goes into one sum, then the sums are added, as processors do. One
+    lane is one term after the other, the worst order that counts as honest."""
     rows, columns, inner = len(left), len(right), left.shape[1]
     cells, most = rows * columns, max(lanes)
     one, two = np.ascontiguousarray(left.T), np.ascontiguousarray(right.T)

@@ -1,8 +1,8 @@
-"""What is looked at while a run goes on: its pods, its wait for devices, whether this process stood still.
+"""Watches a run: its pods, its wait for devices, and whether this process stood still.
 
-One thread. Pods that have ended are started again by it, so it lives until the last pod is gone: Linux ends a child
-with the thread that has started it. A wait for devices has an end (`training.wait_for_devices`): then the training
-thread is told so, and the run keeps what there is. An interrupt that foreign code has swallowed is raised again.
+One thread. It restarts pods that have ended, so it lives until the last pod is gone: Linux ends a child with the thread
+that started it. The wait for devices is limited (`training.wait_for_devices`): when it is over, the training thread
+gets an error, and the run keeps what it has. An interrupt that foreign code has swallowed is raised again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ps.transport.jobs import Totals
 from testbed.runs import interrupts
 
 EVERY_S = 0.25
-STOOD_STILL_S = 0.7  # a look that comes so much later says that nothing ran here; hitches of a busy host are shorter
-SWALLOWED_S = 2.0  # an interrupt is heard within a turn of `Server.collect`, 0.5 s; after this long it was swallowed
+STOOD_STILL_S = 0.7  # a check this late means that nothing ran here; hitches of a busy host are shorter
+SWALLOWED_S = 2.0  # `Server.collect` raises an interrupt within 0.5 s; after this long it was swallowed
 
 
 class WaitedInVain(Failure):
-    """No device came that could go on, for as long as the scenario waits."""
+    """No device that could go on joined within the scenario's limit."""
 
 
-class Watched(Protocol):
-    """What the watch needs of a server."""
+class WatchedServer(Protocol):
+    """What the watchdog needs of a server."""
 
     totals: Totals
 
@@ -35,16 +35,16 @@ class Watched(Protocol):
     def devices(self) -> int: ...
     @property
     def waiting(self) -> str:
-        """For what; empty while a device can go on."""
+        """What the server waits for; empty while a device can go on."""
         ...
 
     def give_up(self, error: BaseException) -> None:
-        """Whoever waits for products gets this."""
+        """Raise this error in every thread that waits for products."""
         ...
 
 
 class Patience:
-    """How long nothing has been done for want of a device. Pure: the time comes with every call."""
+    """How long nothing has been done for lack of a device. Pure: the time comes with every call."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -58,7 +58,7 @@ class Patience:
             self._since_s = now_s
 
     def stood_still(self, seconds: float) -> None:
-        """Nothing ran here for so long: a device may have come meanwhile."""
+        """Nothing ran here for this long: a device may have joined meanwhile."""
         if self._since_s is not None:
             self._since_s += seconds
 
@@ -69,28 +69,28 @@ class Patience:
         return self.waited_s(now_s) > self.limit_s
 
 
-class Watch:
-    def __init__(self, server: Watched, wait_s: float, notice: Callable[[str], None]) -> None:
-        """`wait_s`: for a device that can go on, at most."""
+class Watchdog:
+    def __init__(self, server: WatchedServer, wait_s: float, notice: Callable[[str], None]) -> None:
+        """`wait_s`: longest wait for a device that can go on."""
         self._server, self._notice = server, notice
         self._patience = Patience(wait_s)
         self._look_after: Callable[[], list[str]] | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.stood_still_s: list[float] = []  # each time that this process did nothing at all
+        self.stood_still_s: list[float] = []  # each time that this process did not run at all
         self.error: BaseException | None = None
 
     def begin(self, look_after: Callable[[], list[str]]) -> None:
-        """All devices have joined: from now on pods are looked after."""
+        """All devices have joined: look after the pods from now on."""
         self._look_after = look_after
 
     def rest(self) -> None:
-        """The run is over: who ends now does so rightly."""
+        """The run is over: pods may end from now on."""
         self._look_after = None
 
     @property
     def told(self) -> str:
-        """For the display, if the run waits for devices."""
+        """For the display, while the run waits for devices."""
         waited_s = self._patience.waited_s(time.monotonic())
         if waited_s < 1.0:
             return ""
@@ -109,7 +109,7 @@ class Watch:
                 self.error = error
                 self._server.give_up(error)
                 self._end.wait()  # pods end with this thread
-            last_s = time.monotonic()  # what looking took is no standstill
+            last_s = time.monotonic()  # the time of the check itself is no standstill
 
     def _look(self, now_s: float) -> None:
         if (look_after := self._look_after) is None:
@@ -128,7 +128,7 @@ class Watch:
                 )
             )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
 

@@ -1,8 +1,8 @@
-"""A socket of its own for each caller at the entrance, where ZeroMQ speaks with that caller alone.
+"""One ZeroMQ socket per caller at the entrance.
 
-A ROUTER keeps its callers by names that they may choose, and libzmq 4.3 ends the whole process when it gives out a name
-that somebody has chosen before. A DEALER with one caller has no names. It is bound to a local socket that nobody but
-this process may connect to, and ends with the call. One costs about 0.2 ms, encrypted or not.
+A ROUTER tells its peers apart by routing ids that they may choose, and libzmq 4.3 aborts the process when it generates
+an id that a peer has already chosen. A DEALER with a single peer has no routing ids. It is bound to a local socket that
+only this process may connect to, and is closed with the call. One costs about 0.2 ms, encrypted or not.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ps.access.admission import ENCRYPTED, Refusals
 from ps.access.guard import why_refused
 
 FRAME_BYTES = 8 << 10
-AHEAD = 8  # messages of a caller that wait for us
+AHEAD = 8  # unread messages per caller
 LINUX = sys.platform.startswith("linux")
 _IPC_FILTER_PID = 58  # ZMQ_IPC_FILTER_PID: only this process may connect
 
 
 @dataclass(slots=True)
-class Room:
+class CallerSocket:
     zmq_socket: zmq.Socket[bytes]
-    line: socket.socket  # what the caller sends goes in here, and what is answered comes out
-    failures: zmq.Socket[bytes] | None  # of encrypted ones
+    line: socket.socket  # our end of the local socket: the caller's bytes go in here, the answers come out
+    failures: zmq.Socket[bytes] | None  # monitor of failed handshakes; encrypted sockets only
     greeted: bool = False  # its HELLO was answered
 
     def close(self, refusals: Refusals) -> None:
-        """The call is over; if its handshake failed, that is told."""
+        """End the call, and log why its handshake failed, if it did."""
         if self.failures is not None:
             with contextlib.suppress(zmq.ZMQError):
                 while self.failures.poll(0):
@@ -50,14 +50,14 @@ class Room:
         self.line.close()
 
 
-class Rooms:
+class CallerSockets:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: str = "") -> None:
-        """`secret`: the server's key; with it callers have to encrypt."""
+        """`secret`: the server's key; if given, callers must encrypt."""
         self._context, self._secret = context, secret
         self._folder: Path | None = None
 
-    def open(self) -> Room:
-        """OSError or ZMQError: there is no room."""
+    def open(self) -> CallerSocket:
+        """OSError or ZMQError: no descriptors are left."""
         with contextlib.ExitStack() as undo:
             inside = self._context.socket(zmq.DEALER)
             undo.callback(inside.close, linger=0)
@@ -81,18 +81,18 @@ class Rooms:
             line.setblocking(False)
             line.connect(where)
             undo.pop_all()
-            return Room(inside, line, failures)
+            return CallerSocket(inside, line, failures)
 
     def _bind(self, inside: zmq.Socket[bytes]) -> str:
-        """Its name, as connect takes it. On Linux nothing of it is in the file system, where a process that was killed
-        would leave it."""
+        """Bind to a local address, and return it as `connect` expects it. On Linux it is not in the file system, so a
+        killed process leaves nothing behind."""
         name = f"cleave-{secrets.token_hex(16)}"
         if LINUX:
             inside.setsockopt(_IPC_FILTER_PID, os.getpid())
             inside.bind(f"ipc://@{name}")
             return f"\0{name}"
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="cleave-", dir="/tmp"))  # a name must be short
+            self._folder = Path(tempfile.mkdtemp(prefix="cleave-", dir="/tmp"))  # socket paths must be short
         path = self._folder / name[-16:]
         inside.bind(f"ipc://{path}")
         return str(path)
