@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 CREATED := $(VENV)/.created
+PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup testbed image test lint bench chaos fuzz phones clean
@@ -29,8 +30,13 @@ testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-
 image: $(RUNTIME) ## build the device image for LAUNCH=docker; BASE=debootstrap needs no registry
 	@$(BIN)/cleave image $(if $(BASE),--base $(BASE))
 
-test: lint ## lint, then all tests; ARGS="-k name" is passed to pytest, e.g. ARGS="-n 2 --dist loadfile -m 'not alone'"
-	@$(BIN)/python -m pytest $(ARGS)
+# First what may run side by side, on all cores, one thread each; then, one after the other, what measures time. Both
+# phases run whatever becomes of the first. 5: no test of this phase was asked for.
+test: lint ## lint, then all tests; FAST=1 without slow, root, docker and alone ones; ARGS="-k name" goes to pytest
+	@OMP_NUM_THREADS=1 $(PYTEST) -n $(or $(JOBS),logical) --dist loadfile --no-loadscope-reorder \
+		$(if $(FAST),--fast,--phase beside) $(ARGS) || [ $$? -eq 5 ] || failed=yes; \
+	$(if $(FAST),,$(PYTEST) --phase alone $(ARGS) || [ $$? -eq 5 ] || failed=yes;) \
+	[ -z "$$failed" ]
 
 lint: $(DEV) ## run ruff and mypy --strict
 	@$(BIN)/ruff check .

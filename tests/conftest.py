@@ -35,33 +35,50 @@ MARK = "CLEAVE_TEST_MARK"
 LIMIT_S = 30.0  # how long anything may take; reached only when something is broken
 SETTLE_S = 5.0  # how long what ends by itself may take to be gone
 
-# Files whose tests measure time or load, or install packages and start engines: `-m "not alone"` leaves them out where
-# tests run side by side.
-ALONE = {
-    "test_arm64",
-    "test_attack_flood",
-    "test_attack_pauses",
-    "test_bootstrap",
-    "test_calibrate",
-    "test_containers",
-    "test_deploy",
-    "test_fidelity",
-    "test_link_check",
-    "test_measure",
-    "test_netem",
-    "test_predict",
-    "test_shaping",
-    "test_throttle",
-}
-
 settings.register_profile("calm", deadline=None)  # a busy machine fails no test
 settings.load_profile("calm")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem in ALONE:
-            item.add_marker("alone")
+FAST_LEAVES_OUT = ("slow", "root", "docker", "alone")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cleave")
+    group.addoption("--fast", action="store_true", help=f"leave out tests marked {', '.join(FAST_LEAVES_OUT)}")
+    group.addoption(
+        "--phase",
+        choices=("beside", "alone"),
+        help="beside: only tests that may run beside others (with -n); alone: only those marked alone",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what was not asked for, and puts files with long tests first: where tests run side by side, the short
+    ones fill up the end."""
+
+    def wanted(item: pytest.Item) -> bool:
+        if config.getoption("--fast") and any(item.get_closest_marker(name) for name in FAST_LEAVES_OUT):
+            return False
+        phase = config.getoption("--phase")
+        return phase is None or (phase == "alone") == (item.get_closest_marker("alone") is not None)
+
+    left_out = [item for item in items if not wanted(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if wanted(item)]
+    if config.getoption("--fast") or config.getoption("--phase"):
+        long = {item.path: 0 for item in items}
+        for item in items:
+            long[item.path] += 100 if item.get_closest_marker("docker") else bool(item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -long[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)  # before its fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked root("for what") is skipped for anybody else."""
+    marker = item.get_closest_marker("root")
+    if marker is not None and (not hasattr(os, "geteuid") or os.geteuid() != 0):
+        pytest.skip(f"needs root: {', '.join(marker.args)}")
 
 
 class Until(Protocol):

@@ -15,7 +15,8 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -60,8 +61,7 @@ class Spent:
 class Executor:
     def __init__(self, engine: Engine, early: bool = False) -> None:
         """`early`: deferred products go out beside the others, where that pays."""
-        self.engine = engine
-        self._early = early
+        self._engine, self._early = engine, early
         self.step = 0
         self.spent = Spent()
         self._rehearsing = False
@@ -76,12 +76,22 @@ class Executor:
 
     def weights_changed(self) -> None:
         if self._kept:
-            self.engine.forget(list(self._kept.values()))
+            self._engine.forget(list(self._kept.values()))
             self._kept.clear()
 
     def forget_kept(self) -> None:
         """A step was broken off: what was kept is of no use, and the devices that kept it are gone."""
         self._kept.clear()
+
+    @contextmanager
+    def on(self, engine: Engine) -> Iterator[None]:
+        """Meanwhile products go to this engine, and the figures of the executor's own are left alone."""
+        own, self._engine, spent = self._engine, engine, self.spent
+        self.spent = Spent()
+        try:
+            yield
+        finally:
+            self._engine, self.spent = own, spent
 
     def rehearse(self, step: Callable[[], object]) -> int:
         """Run a step without the fleet, so that its graphs are captured before time counts. Returns its FLOPs."""
@@ -129,7 +139,7 @@ class Executor:
             if not ready or ready[0][0]:
                 group, ahead = _next_group(program, waiting, outputs.keys() - waiting.keys(), early)
                 if group:
-                    self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
+                    self._engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
             if not ready:
                 finished = self._collect(done)
                 for index in finished:
@@ -190,7 +200,7 @@ class Executor:
 
     def _collect(self, done: SimpleQueue[int]) -> list[int]:
         begun = time.perf_counter()
-        finished = self.engine.collect(done)
+        finished = self._engine.collect(done)
         self.spent.waiting_s += time.perf_counter() - begun
         return finished
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.protocol.profile import PROFILE
 from ps.planning.cost import (
     BYTES,
     alone_s,
@@ -22,125 +21,72 @@ from ps.planning.cost import (
     usable_bytes,
 )
 from ps.planning.pipeline import chunks_of, fresh_slabs, rectangles
-from ps.planning.planner import Integers, Level
+from ps.planning.planner import Integers
 from ps.planning.recut import recut
+from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines
+from ps.scheduling.deferred_teams import DeferredTeams
 from ps.scheduling.events import JobWaits
 from ps.scheduling.slabs import KeptSlabs
-from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Turn
+from ps.scheduling.standing import Standing
+from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Orphan, State, Turn
 
 RECUT_OVER = 64  # devices, at most, that a lost rectangle is cut over: those that would finish it soonest
 THEFTS_A_TURN = 32
 NOBODY = "no device is there"
-NONE: Integers = np.empty(0, np.int64)
 
 
 class Assignments:
-    def __init__(self) -> None:
-        self.jobs: dict[int, Job] = {}
-        self.devices: list[Device] = []
-        self.profiles = np.empty(0, PROFILE)  # claims, corrected by what the devices delivered
-        self.deadlines = Deadlines()
-        self._now_s = 0.0
-        self._able = np.empty(0, np.int64)  # ids that take work; a new array whenever they change
-        self._suspects: dict[int, float] = {}  # overdue devices -> until when they get nothing new
-        self._overtaken: set[int] = set()  # suspects that another device has overtaken
-        self._unproven: dict[int, None] = {}  # devices that get one small block at a time, until they answer one
-        self._strikes: dict[int, int] = {}  # how often a device was suspected since it last answered
-        self._waiting = np.empty(0, np.int64)  # length of each device's queues
-        self._waiting_total = 0
-        self._ahead: tuple[Level, ...] = ()  # levels still to be submitted before the pass ends
-        self._apart: dict[int, Integers] = {}  # deferred jobs -> their devices
-        self._busy_apart = NONE  # all of these devices, each once
-        self._slabs = KeptSlabs()
-        self._losses: dict[int, int] = {}  # loss of devices -> blocks still to be recomputed
-        self._orphans: list[tuple[int, Integers, int]] = []  # rectangles that no device could take yet; their loss
+    def __init__(self, state: State, standing: Standing, beliefs: Beliefs, deadlines: Deadlines) -> None:
+        self.slabs, self.teams = KeptSlabs(), DeferredTeams()
+        self._state, self._standing, self._beliefs, self._deadlines = state, standing, beliefs, deadlines
 
-    def _trust(self, devices: list[int]) -> None:
-        """Let these suspects or unproven devices take work like any other."""
-        for device in devices:
-            self._suspects.pop(device, None)
-            self._unproven.pop(device, None)
-            self._overtaken.discard(device)
-        self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
-
-    def _trust_more(self) -> bool:
-        """The able devices cannot do the work: better late than never. Trust the new devices, then those that have
-        answered before, then all. False if there is none left."""
-        for devices in (
-            [device for device in self._unproven if device not in self._strikes],
-            [device for device in self._suspects if self.devices[device].worked],
-            [*self._unproven, *self._suspects],
-        ):
-            if devices:
-                self._trust(devices)
-                return True
-        return False
-
-    def _set_apart(self, job_id: int, devices: Integers) -> None:
-        """Keep these devices for this deferred job until it ends."""
-        self._apart[job_id] = devices
-        self._busy_apart = np.union1d(self._busy_apart, devices)
-
-    def _end_apart(self, job_id: int) -> None:
-        if self._apart.pop(job_id, None) is not None:
-            self._count_apart()
-
-    def _gone_apart(self, devices: list[int]) -> None:
-        """Their ids may be reused."""
-        if np.isin(self._busy_apart, devices).any():
-            self._apart = {job: team[~np.isin(team, devices)] for job, team in self._apart.items()}
-            self._count_apart()
-
-    def _count_apart(self) -> None:
-        self._busy_apart = np.unique(np.concatenate(list(self._apart.values()) or [NONE]))
-
-    def _end(self, job_id: int, block: int, turn: Turn) -> None:
+    def end(self, job_id: int, block: int, turn: Turn) -> None:
         """End this block, wherever it is: its result is not needed."""
-        job = self.jobs[job_id]
+        job = self._state.jobs[job_id]
         device, key = job.device[block], (job_id, block)
-        record = self.devices[device]
-        if self._land(device, job_id, block) is not None:
+        record = self._state.devices[device]
+        if self.land(device, job_id, block) is not None:
             turn.stop(device, job_id, block)
             turn.freed[device] = None
         elif job.state[block] == PENDING:
-            (record.critical if job.critical else record.background).remove(key)
-            self._waiting[device] -= 1
-            self._waiting_total -= 1
+            (record.critical if job.critical else record.deferred).remove(key)
+            self._state.waiting[device] -= 1
+            self._state.waiting_total -= 1
             record.waiting.remove(job.passage[block])
         job.state[block] = CUT
 
-    def _land(self, device: int, job_id: int, block: int, answered: bool = False) -> Job | None:
+    def land(self, device: int, job_id: int, block: int, answered: bool = False) -> Job | None:
         """Take a block off its device. None if it was not in flight there: a late, duplicate or invented answer."""
-        if not 0 <= device < len(self.devices):
+        if not 0 <= device < len(self._state.devices):
             return None
-        record, key = self.devices[device], (job_id, block)
+        record, key = self._state.devices[device], (job_id, block)
         if key not in record.in_flight:
             return None
-        job = self.jobs[job_id]
-        record.land(key, job.size_bytes[block], job.passage[block], self._now_s if answered else None)
+        job = self._state.jobs[job_id]
+        record.land(key, job.size_bytes[block], job.passage[block], self._state.now_s if answered else None)
         return job
 
-    def _cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
+    def cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
         """Cut these blocks again, over living devices, critical jobs first. `loss`: the loss of devices that is the
         reason, if any; a block that already repairs an earlier loss goes on repairing that one."""
         groups: dict[tuple[int, int], list[int]] = {}  # by job and by the loss that is repaired
-        for job_id, block in sorted(lost, key=lambda key: not self.jobs[key[0]].critical):
-            groups.setdefault((job_id, self.jobs[job_id].loss[block] or loss), []).append(block)
+        for job_id, block in sorted(lost, key=lambda key: not self._state.jobs[key[0]].critical):
+            groups.setdefault((job_id, self._state.jobs[job_id].loss[block] or loss), []).append(block)
         for (job_id, repaired), blocks in groups.items():
-            job = self.jobs[job_id]
+            job = self._state.jobs[job_id]
             for block in blocks:
                 job.state[block] = CUT
             job.open -= len(blocks)
             patience_s = max(alone_s(job.passage[block]) for block in blocks)
             # blocks of one device become one rectangle again: a larger one has less perimeter to download
             lost_tiles = rectangles(job.tiles[blocks], np.array([job.device[block] for block in blocks]))
-            self._place(job_id, lost_tiles, turn, avoid, repaired, patience_s)
+            self.place(job_id, lost_tiles, turn, avoid, repaired, patience_s)
             for earlier in (job.loss[block] for block in blocks):
-                if earlier in self._losses:
-                    self._losses[earlier] -= 1
+                if earlier in self._state.losses:
+                    self._state.losses[earlier] -= 1
 
-    def _place(
+    def place(
         self,
         job_id: int,
         tiles: list[Integers],
@@ -150,45 +96,46 @@ class Assignments:
         patience_s: float = 0.0,
     ) -> None:
         """Cut rectangles again, over devices that can do them soon."""
-        job = self.jobs[job_id]
-        made = self._recut(job, tiles, RECUT_OVER, [avoid]) or self._recut(job, tiles, RECUT_OVER, [])
+        job = self._state.jobs[job_id]
+        made = self.recut(job, tiles, RECUT_OVER, [avoid]) or self.recut(job, tiles, RECUT_OVER, [])
         if made is not None:
             pieces, owners, fresh, _ = made
-            self._add(job_id, pieces, owners, fresh, turn, loss, [patience_s] * len(owners), first=True)
+            self.add(job_id, pieces, owners, fresh, turn, loss, [patience_s] * len(owners), first=True)
             return
-        if self._trust_more():
-            self._place(job_id, tiles, turn, avoid, loss, patience_s)
+        if self._standing.trust_more():
+            self.place(job_id, tiles, turn, avoid, loss, patience_s)
             return
-        self._orphans += [(job_id, tile[None], loss) for tile in tiles]
+        self._state.orphans += [Orphan(job_id, tile[None], loss) for tile in tiles]
         if loss:
-            self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
-        turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._able) else NOBODY))
+            self._state.losses[loss] = self._state.losses.get(loss, 0) + len(tiles)
+        turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._standing.able) else NOBODY))
 
-    def _recut(
+    def recut(
         self, job: Job, tiles: list[Integers], most: int, avoid: list[int]
     ) -> tuple[Integers, Integers, NDArray[np.bool_], Integers] | None:
         """Blocks, devices and fresh slabs of these rectangles cut again, and which rectangle each block is from; None
         if no device has the memory."""
-        candidates = self._able[usable_bytes(self.profiles[self._able]) >= least_bytes(job.shape.inner)]
+        able = self._standing.able
+        candidates = able[usable_bytes(self._beliefs.profiles[able]) >= least_bytes(job.shape.inner)]
         candidates = candidates[~np.isin(candidates, avoid)]
-        if self._ahead and not job.critical:  # the others soon have critical products to do
-            apart = candidates[np.isin(candidates, self._busy_apart)]
-            candidates = apart if len(apart) else candidates
+        if self._state.ahead and not job.critical:  # the others soon have critical products to do
+            held = candidates[np.isin(candidates, self.teams.busy)]
+            candidates = held if len(held) else candidates
         if not len(candidates):
             return None
-        records = [self.devices[device] for device in candidates.tolist()]
-        sent_s = np.array([record.busy_s(self._now_s) for record in records]).T
+        records = [self._state.devices[device] for device in candidates.tolist()]
+        sent_s = np.array([record.busy_s(self._state.now_s) for record in records]).T
         all_s = sent_s.copy()
-        for index in np.flatnonzero(self._waiting[candidates]).tolist():
-            all_s[:, index] = records[index].busy_with_all_s(self._now_s)
+        for index in np.flatnonzero(self._state.waiting[candidates]).tolist():
+            all_s[:, index] = records[index].busy_with_all_s(self._state.now_s)
         at_it = {device for device, state in zip(job.device, job.state, strict=True) if state in (PENDING, IN_FLIGHT)}
         ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
-        profiles = self.profiles[candidates]
+        profiles = self._beliefs.profiles[candidates]
         made, owner, of = recut(tiles, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
         chunks = chunks_of(made, owner, job.shape, profiles)
         return made, candidates[owner], fresh_slabs(made, owner, chunks), of
 
-    def _add(
+    def add(
         self,
         job_id: int,
         tiles: Integers,
@@ -202,14 +149,14 @@ class Assignments:
         """Add blocks to a job, each for its device: sent if there is credit, queued if not. `patience_s`: lower bound
         on the expected time when deadlines are set. Without it, small pieces of a late block would be overdue at the
         first hitch, and so would their own pieces. `first`: they go ahead of queued blocks that are as critical."""
-        job, begin = self.jobs[job_id], len(self.jobs[job_id].state)
+        job, begin = self._state.jobs[job_id], len(self._state.jobs[job_id].state)
         job.tiles = np.concatenate([job.tiles, tiles]) if begin else tiles
-        profiles, inner = self.profiles[devices], job.shape.inner
+        profiles, inner = self._beliefs.profiles[devices], job.shape.inner
         batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
         chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
         if not chunk.all():
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
-        new, kept = self._slabs.account(job, tiles, devices, fresh, chunk == inner, self.devices)
+        new, kept = self.slabs.account(job, tiles, devices, fresh, chunk == inner, self._state.devices)
         down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
         chunks = -(-inner // chunk)
         queues_s = block_queues(profiles, batches, rows, inner, columns, down_bytes, chunks)
@@ -228,18 +175,21 @@ class Assignments:
         job.sent_s += [0.0] * len(tiles)
         job.expected_s += [0.0] * len(tiles)
         if loss:
-            self._losses[loss] = self._losses.get(loss, 0) + len(tiles)
+            self._state.losses[loss] = self._state.losses.get(loss, 0) + len(tiles)
         job.open += len(tiles)
+        self._send_or_queue(job_id, range(begin, len(job.state)), first, turn)
+
+    def _send_or_queue(self, job_id: int, blocks: range, first: bool, turn: Turn) -> None:
+        job, records, now_s = self._state.jobs[job_id], self._state.devices, self._state.now_s
         launched: list[int] = []
-        for block, device, passage, size in zip(
-            range(begin, len(job.state)), owners, job.passage[begin:], job.size_bytes[begin:], strict=True
-        ):
-            record = self.devices[device]
-            queue, before = record.background, record.critical  # its own queue, and the one served before it
+        for block in blocks:
+            device, passage, size = job.device[block], job.passage[block], job.size_bytes[block]
+            record = records[device]
+            queue, before = record.deferred, record.critical  # its own queue, and the one served before it
             if job.critical:
                 queue, before = record.critical, NO_QUEUE
-            free = not before and (first or not (record.critical or record.background))
-            if free and self._has_credit(record, size) and (job.firm or record.wants(passage, self._now_s)):
+            free = not before and (first or not (record.critical or record.deferred))
+            if free and self._has_credit(record, size) and (job.firm or record.wants(passage, now_s)):
                 self._take(record, job_id, block)
                 launched.append(block)
                 continue
@@ -248,22 +198,21 @@ class Assignments:
                 queue.insert(self._repairs(queue), (job_id, block))
             else:
                 queue.append((job_id, block))
-            self._waiting[device] += 1
-            self._waiting_total += 1
-
+            self._state.waiting[device] += 1
+            self._state.waiting_total += 1
         self._launch(job_id, job, launched, turn)
 
     def _repairs(self, queue: Sequence[tuple[int, int]]) -> int:
         """How many blocks at the head of a device's queue jumped it."""
         for number, (job_id, block) in enumerate(queue):
-            if not self.jobs[job_id].first[block]:
+            if not self._state.jobs[job_id].first[block]:
                 return number
         return len(queue)
 
     def _take(self, record: Device, job_id: int, block: int) -> None:
         """Book this block on the device."""
-        job = self.jobs[job_id]
-        takes_s = record.take((job_id, block), job.size_bytes[block], job.passage[block], self._now_s)
+        job = self._state.jobs[job_id]
+        takes_s = record.take((job_id, block), job.size_bytes[block], job.passage[block], self._state.now_s)
         job.expected_s[block] = takes_s + record.round_trip_s + REACTION_S
 
     def _has_credit(self, record: Device, size_bytes: int) -> bool:
@@ -277,70 +226,63 @@ class Assignments:
         devices = [job.device[block] for block in blocks]
         for block in blocks:
             job.state[block] = IN_FLIGHT
-            job.sent_s[block] = self._now_s
+            job.sent_s[block] = self._state.now_s
         if not job.firm:
             patience_s = [max(job.expected_s[block], job.patience_s[block]) for block in blocks]
-            if self._strikes:
+            if self._standing.strikes:
                 patience_s = [
-                    job.patience_s[block] if self._owes_an_answer(device) else seconds
+                    job.patience_s[block] if self._standing.owes_an_answer(device) else seconds
                     for block, device, seconds in zip(blocks, devices, patience_s, strict=True)
                 ]
-            self.deadlines.sent([(job_id, block) for block in blocks], devices, self._now_s, patience_s)
-        turn.send.devices.extend(devices)
-        turn.send.jobs.extend([job_id] * len(blocks))
-        turn.send.blocks.extend(blocks)
+            self._deadlines.sent([(job_id, block) for block in blocks], devices, self._state.now_s, patience_s)
+        turn.launch(job_id, job, blocks, devices)
 
-    def _owes_an_answer(self, device: int) -> bool:
-        """It did not answer before, and has not since: a block that it gets must not delay anything, however slow the
-        device is believed to be."""
-        return device in self._strikes and (device in self._unproven or device in self._suspects)
-
-    def _feed(self, turn: Turn) -> None:
+    def feed(self, turn: Turn) -> None:
         """Fill each freed device from its queues; idle devices take work from the longest queue."""
         thefts = 0
         for device in turn.freed:
-            if device in self._suspects:
+            if device in self._standing.suspects:
                 continue
-            record = self.devices[device]
-            if not (record.critical or record.background):
-                if not self._waiting_total:
+            record = self._state.devices[device]
+            if not (record.critical or record.deferred):
+                if not self._state.waiting_total:
                     return
-                if record.in_flight or not record.alive or (device in self._unproven and device in self._strikes):
+                if record.in_flight or not record.alive or self._standing.owes_an_answer(device):
                     continue
                 if thefts == THEFTS_A_TURN or not self._steal(device):
                     continue
                 thefts += 1
-            while queue := record.critical or record.background:
+            while queue := record.critical or record.deferred:
                 job_id, block = queue[0]
-                job = self.jobs[job_id]
+                job = self._state.jobs[job_id]
                 if not self._has_credit(record, job.size_bytes[block]):
                     break
-                if not (job.firm or record.wants(job.passage[block], self._now_s)):
+                if not (job.firm or record.wants(job.passage[block], self._state.now_s)):
                     break  # it goes out with the next answer; until then lost blocks may overtake it
                 queue.popleft()
-                self._waiting[device] -= 1
-                self._waiting_total -= 1
+                self._state.waiting[device] -= 1
+                self._state.waiting_total -= 1
                 record.waiting.remove(job.passage[block])
                 self._take(record, job_id, block)
                 self._launch(job_id, job, [block], turn)
 
     def _steal(self, thief: int) -> bool:
         """Move the last block of the longest queue to an idle device that would return it sooner."""
-        waiting = self._waiting
-        if self._ahead and self._apart:  # the thief soon has something else to do
+        waiting = self._state.waiting
+        if self._state.ahead and self.teams:  # the thief soon has something else to do
             waiting = waiting.copy()
-            waiting[self._busy_apart] = 0
+            waiting[self.teams.busy] = 0
         victim = int(waiting.argmax())
         if not waiting[victim]:
             return False
-        owner, taker = self.devices[victim], self.devices[thief]
-        queue = owner.critical or owner.background
+        owner, taker = self._state.devices[victim], self._state.devices[thief]
+        queue = owner.critical or owner.deferred
         job_id, block = queue[-1]
-        job = self.jobs[job_id]
+        job = self._state.jobs[job_id]
         if job.kept[block] or job.firm:
             return False  # its owner has, or will have, the slab; or no other device may do it
         _, batches, _, rows, _, columns = job.tiles[block].tolist()
-        profile, inner = self.profiles[thief : thief + 1], job.shape.inner
+        profile, inner = self._beliefs.profiles[thief : thief + 1], job.shape.inner
         chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])
         if not chunk:
             return False  # the thief cannot hold it
@@ -348,16 +290,16 @@ class Assignments:
         queues_s = block_queues(profile, batches, rows, inner, columns, down_bytes, chunks)
         down_s, compute_s, up_s = (float(seconds[0]) for seconds in queues_s)
         passage = (down_s, compute_s, up_s, chunks)
-        if alone_s(passage) + taker.round_trip_s >= owner.ends_s(self._now_s):
+        if alone_s(passage) + taker.round_trip_s >= owner.ends_s(self._state.now_s):
             return False
         job.chunk[block] = chunk
         job.size_bytes[block] = int(block_bytes(batches, rows, inner, columns, chunk))
         job.down_bytes[block] = down_bytes
         queue.pop()
-        self._waiting[victim] -= 1
+        self._state.waiting[victim] -= 1
         owner.waiting.remove(job.passage[block])
         job.device[block], job.passage[block] = thief, passage
         taker.waiting.add(passage)
-        (taker.critical if job.critical else taker.background).append((job_id, block))
-        self._waiting[thief] += 1
+        (taker.critical if job.critical else taker.deferred).append((job_id, block))
+        self._state.waiting[thief] += 1
         return True

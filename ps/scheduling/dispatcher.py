@@ -16,14 +16,18 @@ Always true, and checked by `check()` after every event in tests:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ps.planning.background import Inquiry, ask
 from ps.planning.planner import Level, Plan, PlanError, Planner, Question
 from ps.planning.trial_blocks import PATIENCE
-from ps.scheduling.assignments import NOBODY
+from ps.scheduling.assignments import NOBODY, Assignments
+from ps.scheduling.beliefs import Beliefs
+from ps.scheduling.deadlines import Deadlines
 from ps.scheduling.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -44,21 +48,27 @@ from ps.scheduling.events import (
     SuspendDevice,
     TimePassed,
 )
-from ps.scheduling.invariants import check
-from ps.scheduling.slowness import FAR, FAR_S
-from ps.scheduling.state import CUT, DONE, Device, Job, Turn, whole
+from ps.scheduling.invariants import check, left_behind
+from ps.scheduling.standing import Standing
+from ps.scheduling.state import CUT, DONE, Device, Job, Orphan, State, Turn, whole
 from ps.scheduling.stragglers import Stragglers
 
 REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 
 
-class Dispatcher(Stragglers):
-    def __init__(self, planner: Planner, verify: bool = False) -> None:
-        """`verify`: a job is finished only when its blocks were found right (CheckJob, JobChecked)."""
-        super().__init__()
+class Dispatcher:
+    def __init__(self, planner: Planner, verify: bool = False, history: Sequence[float] = ()) -> None:
+        """`verify`: a job is finished only when its blocks were found right (CheckJob, JobChecked). `history`: times of
+        earlier blocks as multiples of the expected time; without it, the cost model alone decides what is overdue until
+        enough blocks have returned."""
         self.stale = 0  # answers that changed nothing
         self._planner, self._verify = planner, verify
+        self._state, self._beliefs, self._deadlines = State(), Beliefs(), Deadlines()
+        self._standing = Standing(self._state, self._beliefs)
+        self._assignments = Assignments(self._state, self._standing, self._beliefs, self._deadlines)
+        self._stragglers = Stragglers(self._state, self._standing, self._beliefs, self._deadlines, self._assignments)
         self._last_loss = 0
+        self._deadlines.returned(history, [1.0] * len(history))
 
     def prepare(self, event: JobsSubmitted, now_s: float = 0.0) -> JobsSubmitted:
         """The event with its plans made, where that is possible. Planning takes a while. A caller with a clock plans
@@ -68,34 +78,49 @@ class Dispatcher(Stragglers):
 
     def inquire(self, event: JobsSubmitted, now_s: float) -> Inquiry | None:
         """The question for the planner; None if there is none, or no device to plan for."""
-        self._now_s = now_s
+        self._state.now_s = now_s
         open_ = [new for new in _in_order(event) if new.plan is None]
-        if not open_ or not len(self._able):
+        if not open_ or not len(self._standing.able):
             return None
-        self._correct_profiles()
+        self._beliefs.correct(self._state.now_s)
         question = _question(open_, event.ahead)
-        return Inquiry(self._planner, question, self.profiles, self._able, dict(self._revised), self._busy_apart)
+        return Inquiry(
+            self._planner,
+            question,
+            self._beliefs.profiles,
+            self._standing.able,
+            dict(self._beliefs.revised),
+            self._assignments.teams.busy,
+        )
 
     def with_plans(self, event: JobsSubmitted, inquiry: Inquiry, plans: list[Plan]) -> JobsSubmitted:
         """The event with the answer to its inquiry. Without it if a device of these plans has left, or its profile was
         revised since (a correction, or another device with the same id)."""
-        asked = max(inquiry.revised.values(), default=0)
-        since = [device for device, revision in self._revised.items() if revision > asked]
+        since, able = self._beliefs.revised_since(inquiry.revised.values()), self._standing.able
         if not plans or not all(
-            np.isin(plan.device, self._able).all() and not np.isin(plan.device, since).any() for plan in plans
+            np.isin(plan.device, able).all() and not np.isin(plan.device, since).any() for plan in plans
         ):
             return event
         jobs = _in_order(event)
-        given = iter(self._with_probes(_question([new for new in jobs if new.plan is None], event.ahead), plans))
+        given = iter(
+            self._stragglers.with_trial_blocks(_question([new for new in jobs if new.plan is None], event.ahead), plans)
+        )
         return replace(event, jobs=[new if new.plan is not None else replace(new, plan=next(given)) for new in jobs])
 
     def inquire_ahead(self, now_s: float) -> Inquiry | None:
         """The question about the products that will probably be submitted next."""
-        self._now_s = now_s
-        if not len(self._able):
+        self._state.now_s = now_s
+        if not len(self._standing.able):
             return None
-        self._correct_profiles()
-        return Inquiry(self._planner, None, self.profiles, self._able, dict(self._revised), self._busy_apart)
+        self._beliefs.correct(self._state.now_s)
+        return Inquiry(
+            self._planner,
+            None,
+            self._beliefs.profiles,
+            self._standing.able,
+            dict(self._beliefs.revised),
+            self._assignments.teams.busy,
+        )
 
     def plan_ahead(self, now_s: float) -> None:
         """Have plans ready for what will probably be submitted next. A caller with a clock does this while blocks are
@@ -106,7 +131,7 @@ class Dispatcher(Stragglers):
     def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way to change the state."""
         turn = Turn()
-        self._now_s = now_s
+        self._state.now_s = now_s
         match event:
             case BlocksReturned():
                 self._returned(event, turn)
@@ -115,7 +140,7 @@ class Dispatcher(Stragglers):
             case DevicesJoined():
                 self._joined(event, turn)
             case DevicesLeft(devices=devices):
-                self._left([d for d in devices if self.devices[d].alive], turn)
+                self._left([d for d in devices if self._state.devices[d].alive], turn)
             case BlocksFailed():
                 self._failed(event, turn)
             case OperandsForgotten(operands=operands):
@@ -123,9 +148,9 @@ class Dispatcher(Stragglers):
             case JobChecked():
                 self._checked(event, turn)
             case TimePassed():
-                self._help_the_late(turn)
-        if self._waiting_total:
-            self._feed(turn)
+                self._stragglers.help_the_late(turn)
+        if self._state.waiting_total:
+            self._assignments.feed(turn)
         if turn.cancel.devices:
             turn.out.append(turn.cancel)
         if turn.send.devices:
@@ -135,26 +160,28 @@ class Dispatcher(Stragglers):
     # ---- events
 
     def _submitted(self, event: JobsSubmitted, turn: Turn) -> None:
-        self._ahead = event.ahead
+        self._state.ahead = event.ahead
         for new in event.jobs:
-            if new.job in self.jobs:
+            if new.job in self._state.jobs:
                 raise ValueError(f"job {new.job} was submitted twice")
             firm = new.plan is not None and new.plan.firm
-            self.jobs[new.job] = Job(new.request, new.critical, new.kept, firm=firm)
+            self._state.jobs[new.job] = Job(new.request, new.critical, new.kept, firm=firm)
             if new.plan is not None:
-                if not all(self.devices[device].alive for device in new.plan.device.tolist()):
+                if not all(self._state.devices[device].alive for device in new.plan.device.tolist()):
                     raise ValueError(f"job {new.job}: the plan names a device that is not there")
                 self._begin(new.job, new.plan, turn)
         self._plan_together([new for new in event.jobs if new.plan is None], turn)
 
     def _begin(self, job: int, plan: Plan, turn: Turn) -> None:
-        if self._ahead and not self.jobs[job].critical:
-            self._set_apart(job, plan.device)
+        if self._state.ahead and not self._state.jobs[job].critical:
+            self._assignments.teams.hold(job, plan.device)
         patience_s = None
-        if self._unproven:  # by then other devices have done the rest of the product
-            patient_s = {d: PATIENCE * plan.makespan_s + self.devices[d].round_trip_s for d in self._unproven}
+        if self._standing.unproven:  # by then other devices have done the rest of the product
+            patient_s = {
+                d: PATIENCE * plan.makespan_s + self._state.devices[d].round_trip_s for d in self._standing.unproven
+            }
             patience_s = [patient_s.get(device, 0.0) for device in plan.device.tolist()]
-        self._add(job, plan.tiles, plan.device, plan.fresh, turn, patience_s=patience_s)
+        self._assignments.add(job, plan.tiles, plan.device, plan.fresh, turn, patience_s=patience_s)
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""
@@ -162,13 +189,13 @@ class Dispatcher(Stragglers):
         if not submissions:
             return
         try:
-            if not len(self._able):
+            if not len(self._standing.able):
                 raise PlanError(NOBODY)
-            self._correct_profiles()
-            question = _question(submissions, self._ahead)
+            self._beliefs.correct(self._state.now_s)
+            question = _question(submissions, self._state.ahead)
             plans = self._plans(question)
         except PlanError as error:
-            if self._trust_more():
+            if self._standing.trust_more():
                 self._plan_together(submissions, turn)
                 return
             if len(submissions) > 1:  # some of them may be possible alone
@@ -176,82 +203,74 @@ class Dispatcher(Stragglers):
                     self._plan_together([new], turn)
                 return
             job = submissions[0].job
-            self._orphans.append((job, whole(self.jobs[job].shape), 0))
+            self._state.orphans.append(Orphan(job, whole(self._state.jobs[job].shape), 0))
             turn.out.append(JobWaits(job, str(error)))
             return
         for new, plan in zip(submissions, plans, strict=True):
             self._begin(new.job, plan, turn)
 
     def _plans(self, question: Question) -> list[Plan]:
-        plans = ask(self._planner, question, self.profiles, self._able, self._revised, self._busy_apart)
-        return self._with_probes(question, plans)
-
-    def _with_probes(self, question: Question, plans: list[Plan]) -> list[Plan]:
-        return self._probing(question, plans) if self._unproven or self._newcomers.beliefs else plans
+        plans = ask(
+            self._planner,
+            question,
+            self._beliefs.profiles,
+            self._standing.able,
+            self._beliefs.revised,
+            self._assignments.teams.busy,
+        )
+        return self._stragglers.with_trial_blocks(question, plans)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
-        accepted, finished, repaired, ratios, expected_s = [], [], [], [], []
+        accepted, finished, repaired = [], [], []
+        ratios: list[float] = []
+        expected_s: list[float] = []
         owners: list[int] = []
-        beliefs = self._newcomers.beliefs
+        now_s, stragglers = self._state.now_s, self._stragglers
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
-            job = self._land(device, job_id, block, answered=True)
+            job = self._assignments.land(device, job_id, block, answered=True)
             if job is None:
                 self.stale += 1
                 continue
-            if self.rescues.begun:
-                self._decided(job_id, block, turn)
+            if stragglers.copies.begun:
+                stragglers.decided(job_id, block, turn)
             job.state[block] = DONE
             job.open -= 1
-            ratios.append((self._now_s - job.sent_s[block]) / job.expected_s[block])
+            ratios.append((now_s - job.sent_s[block]) / job.expected_s[block])
             expected_s.append(job.expected_s[block])
             owners.append(device)
-            if device in self._slowness.factor:
-                self._slowness.answered(device, ratios[-1])
-            elif ratios[-1] > FAR and device not in beliefs and (ratios[-1] - 1.0) * expected_s[-1] > FAR_S:
-                self._slowness.far_behind(device, ratios[-1])
-            if beliefs and device in beliefs:
-                self._newcomers.answered(device, job_id, ratios[-1] / self.deadlines.usual(expected_s[-1]))
-            if device in self._suspects or device in self._unproven:
-                self._trust([device])  # it answers
-            if self._strikes:
-                self._strikes.pop(device, None)
-            self.devices[device].worked = self._answered = True
-            self._said_alone = False
+            stragglers.answered(device, job_id, ratios[-1], expected_s[-1])
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:
                 repaired.append(job.loss[block])
-            if not job.open and not any(orphan[0] == job_id for orphan in self._orphans):
+            if not job.open and not any(orphan.job == job_id for orphan in self._state.orphans):
                 finished.append(job_id)
-        self.deadlines.returned(ratios, expected_s, owners)
-        for device, typical in self.deadlines.typical.take_found().items():
-            if device not in beliefs:
-                self._slowness.typically(device, typical)
+        stragglers.learn(ratios, expected_s, owners)
         if accepted:
             turn.out.append(AcceptBlocks(accepted))
         for loss in repaired:
-            self._losses[loss] -= 1
+            self._state.losses[loss] -= 1
             self._recovered(loss, turn)
         for job_id in finished:
             if self._verify:
-                turn.out.append(CheckJob(job_id))
+                turn.out.append(CheckJob(job_id, self._state.jobs[job_id].work))
             else:
                 self._finish(job_id, turn)
 
     def _finish(self, job_id: int, turn: Turn) -> None:
-        del self.jobs[job_id]
-        self._end_apart(job_id)
-        self._newcomers.finished(job_id)
-        turn.out.append(JobFinished(job_id))
+        job = self._state.jobs.pop(job_id)
+        self._assignments.teams.end(job_id)
+        self._beliefs.newcomers.finished(job_id)
+        turn.out.append(JobFinished(job_id, job.work))
 
     def _recovered(self, loss: int, turn: Turn) -> None:
-        if not self._losses[loss]:
-            del self._losses[loss]
+        if not self._state.losses[loss]:
+            del self._state.losses[loss]
             turn.out.append(BlocksRecovered(loss))
 
     def _checked(self, event: JobChecked, turn: Turn) -> None:
         """A device that returned a wrong block gets no more work, and its wrong blocks are computed again."""
-        job = self.jobs[event.job]
+        job = self._state.jobs[event.job]
         if not event.wrong:
             self._finish(event.job, turn)
             return
@@ -261,104 +280,146 @@ class Dispatcher(Stragglers):
         job.open += len(event.wrong)  # they are open again
         for block in event.wrong:
             job.loss[block] = 0  # if it repaired a loss, that was counted when it arrived
-        alive = [device for device in liars if self.devices[device].alive]
+        alive = [device for device in liars if self._state.devices[device].alive]
         for device in alive:
             why = event.why.get(device)
             turn.out.append(SuspendDevice(device, f"what it returned was wrong{f': {why}' if why else ''}"))
         self._left(alive, turn)
-        self._cut([(event.job, block) for block in event.wrong], turn)
+        self._assignments.cut([(event.job, block) for block in event.wrong], turn)
 
     def _failed(self, event: BlocksFailed, turn: Turn) -> None:
         failed: list[tuple[int, int, int]] = []
         for device, job_id, block in zip(event.devices, event.jobs, event.blocks, strict=True):
-            if self._land(device, job_id, block) is None:
+            if self._assignments.land(device, job_id, block) is None:
                 self.stale += 1
                 continue
-            self.devices[device].refusals += 1
+            self._state.devices[device].refusals += 1
             turn.freed[device] = None
-            if not self._given_up(job_id, block, turn):
+            if not self._stragglers.given_up(job_id, block, turn):
                 failed.append((device, job_id, block))
-        broken = {d: self.devices[d].refusals for d, _, _ in failed if self.devices[d].refusals > REFUSALS_ALLOWED}
+        broken = {
+            d: self._state.devices[d].refusals
+            for d, _, _ in failed
+            if self._state.devices[d].refusals > REFUSALS_ALLOWED
+        }
         turn.out += [
             SuspendDevice(device, f"it failed {refusals} blocks", wrong=False) for device, refusals in broken.items()
         ]
         if broken:
             self._left(list(broken), turn)
-        for device, job_id, block in sorted(failed, key=lambda lost: not self.jobs[lost[1]].critical):
-            self._cut([(job_id, block)], turn, avoid=device)
+        for device, job_id, block in sorted(failed, key=lambda lost: not self._state.jobs[lost[1]].critical):
+            self._assignments.cut([(job_id, block)], turn, avoid=device)
 
     def _joined(self, event: DevicesJoined, turn: Turn) -> None:
-        if event.first != len(self.devices):
-            raise ValueError(f"device ids must be consecutive: got {event.first}, expected {len(self.devices)}")
-        if any(self.devices[device].alive or self.devices[device].worked for device in event.again):
+        if event.first != len(self._state.devices):
+            raise ValueError(f"device ids must be consecutive: got {event.first}, expected {len(self._state.devices)}")
+        if any(self._state.devices[device].alive or self._state.devices[device].worked for device in event.again):
             raise ValueError(f"device ids {event.again} are not all free: one is there, or has returned a block")
         devices, again = event.devices, list(event.again)
         for device, (credit_blocks, memory_bytes, latency_s) in zip(
             devices, event.profiles[["credit_blocks", "memory_bytes", "latency_s"]].tolist(), strict=True
         ):
-            self.devices[device : device + 1] = [Device(credit_blocks, memory_bytes, 2 * latency_s)]
-        new, grown = event.profiles[len(again) :], len(devices) - len(again)
-        self.profiles, self._told = np.concatenate([self.profiles, new]), np.concatenate([self._told, new])
-        self.profiles[again] = self._told[again] = event.profiles[: len(again)]
-        self._waiting = np.concatenate([self._waiting, np.zeros(grown, np.int64)])
+            self._state.devices[device : device + 1] = [Device(credit_blocks, memory_bytes, 2 * latency_s)]
+        grown = len(devices) - len(again)
+        self._beliefs.joined(event.profiles, again)
+        self._state.waiting = np.concatenate([self._state.waiting, np.zeros(grown, np.int64)])
+        self._standing.joined(devices, event.newcomers)
         if event.newcomers:
-            self._unproven |= dict.fromkeys(devices)
-            self._new.update(devices)
-            if len(self._able):
-                self._distrust(devices)
-        else:
-            self._able = np.sort(np.concatenate([self._able, np.array(devices, np.int64)]))
-        self._slabs.joined(again, grown)
-        self._revise(event.again)  # plans may know another device by that id
-        orphans, self._orphans = self._orphans, []
-        for job_id, tile, loss in sorted(orphans, key=lambda orphan: not self.jobs[orphan[0]].critical):
-            if not loss and np.array_equal(tile, whole(self.jobs[job_id].shape)):
-                job = self.jobs[job_id]
-                self._plan_together([Submission(job_id, job.request, job.critical, None, job.operands)], turn)
+            self._beliefs.new.update(devices)
+            if len(self._standing.able):
+                self._stragglers.distrust(devices)
+        self._assignments.slabs.joined(again, grown)
+        self._beliefs.revise(event.again)  # plans may know another device by that id
+        orphans, self._state.orphans = self._state.orphans, []
+        for orphan in sorted(orphans, key=lambda orphan: not self._state.jobs[orphan.job].critical):
+            job = self._state.jobs[orphan.job]
+            if not orphan.loss and np.array_equal(orphan.box, whole(job.shape)):
+                self._plan_together([Submission(orphan.job, job.request, job.critical, None, job.operands)], turn)
             else:
-                self._place(job_id, list(tile), turn, loss=loss)
-                if loss:
-                    self._losses[loss] -= 1  # it was also counted as an orphan
+                self._assignments.place(orphan.job, list(orphan.box), turn, loss=orphan.loss)
+                if orphan.loss:
+                    self._state.losses[orphan.loss] -= 1  # it was also counted as an orphan
         turn.freed.update(dict.fromkeys(devices))
 
     def _left(self, devices: list[int], turn: Turn) -> None:
         lost: list[tuple[int, int]] = []
         for device in devices:
-            record = self.devices[device]
-            held = [*sorted(record.in_flight), *record.critical, *record.background]
-            lost += [key for key in held if not self._given_up(*key, turn)]
-            self._waiting_total -= int(self._waiting[device])
-            self._waiting[device] = 0
-            self.devices[device] = record.gone()
+            record = self._state.devices[device]
+            held = [*sorted(record.in_flight), *record.critical, *record.deferred]
+            lost += [key for key in held if not self._stragglers.given_up(*key, turn)]
+            self._state.not_waiting(device)
+            self._state.devices[device] = record.gone()
             turn.freed.pop(device, None)
-        self._able = self._able[~np.isin(self._able, devices)]
-        self._gone_apart(devices)
-        for device in devices:
-            for table in (self._suspects, self._unproven, self._strikes, self._revised):
-                table.pop(device, None)
-            for known in (self._overtaken, self._named, self._new):
-                known.discard(device)
-            for opinion in (self._slowness, self._newcomers, self.deadlines.typical):
-                opinion.forget(device)
-        lost = [key for key in lost if self.jobs[key[0]].state[key[1]] != CUT]
+        for part in (self._standing, self._assignments.teams, self._stragglers, self._beliefs):
+            part.left(devices)
+        lost = [key for key in lost if self._state.jobs[key[0]].state[key[1]] != CUT]
         if lost:
             self._last_loss += 1
-            self._losses[self._last_loss] = 0
-            self._cut(lost, turn, loss=self._last_loss)
+            self._state.losses[self._last_loss] = 0
+            self._assignments.cut(lost, turn, loss=self._last_loss)
             turn.out.append(BlocksLost(self._last_loss, devices, len(lost)))
             self._recovered(self._last_loss, turn)
 
     def _forget(self, operands: list[int]) -> None:
         for operand in operands:
-            for job in self.jobs.values():  # slabs that are not sent yet will not be kept
+            for job in self._state.jobs.values():  # slabs that are not sent yet will not be kept
                 for side in (0, 1):
                     if job.operands[side] == operand:
                         job.kept = [bits & ~(1 << side) for bits in job.kept]
-            self._slabs.forget(operand, self.devices)
+            self._assignments.slabs.forget(operand, self._state.devices)
+
+    # ---- figures for shells and people; none of them changes the state
+
+    @property
+    def next_look_s(self) -> float:
+        """When something may be overdue; infinity if nothing ever will be."""
+        return self._deadlines.next_s
+
+    @property
+    def speculative_copies(self) -> int:
+        """How many were begun."""
+        return self._stragglers.copies.begun
+
+    @property
+    def profiles(self) -> NDArray[np.void]:
+        """Of every device that ever joined, by id, as they are believed."""
+        return self._beliefs.profiles
+
+    @property
+    def living(self) -> int:
+        """How many devices are there."""
+        return self._standing.living
+
+    @property
+    def gone(self) -> list[int]:
+        """Ids of devices that have left."""
+        return [device for device, record in enumerate(self._state.devices) if not record.alive]
+
+    def is_alive(self, device: int) -> bool:
+        return self._state.devices[device].alive
+
+    def has_worked(self, device: int) -> bool:
+        """A block that it returned was accepted."""
+        return self._state.devices[device].worked
+
+    def blocks_in_flight(self, device: int) -> int:
+        return len(self._state.devices[device].in_flight)
+
+    def block_count(self, job: int) -> int:
+        """Blocks that an unfinished job has been cut into so far; the next one gets this number."""
+        return len(self._state.jobs[job].state)
+
+    def refusals(self, device: int) -> int:
+        """How many blocks it failed."""
+        return self._state.devices[device].refusals
 
     def slowness(self, device: int) -> float:
         """How many times slower than its profile a device has proved to be."""
-        return self._slowness.factor.get(device, 1.0)
+        return self._beliefs.slowness.factor.get(device, 1.0)
+
+    def left_behind(self) -> str:
+        """What is still held of jobs and kept slabs; empty once all are over and forgotten. For tests."""
+        return left_behind(self)
 
     def check(self) -> None:
         """Raise InvariantBroken if the state contradicts the promises at the top of this file. Slow: for tests."""

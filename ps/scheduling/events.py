@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.planner import Level, Plan, Request
+from ps.planning.planner import Integers, Level, Plan, Request
+
+Box = Sequence[int]  # batch, batches, row, rows, column, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,17 @@ class TimePassed:
     """A clock tick: look for overdue blocks."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
+class Work:
+    """How a job's output came about: all its boxes, by block, and which of them count."""
+
+    boxes: Integers  # [blocks, 6], those that were cut or never sent included
+    done: Integers  # numbers of the blocks that count
+    devices: Integers  # [len(done)]: which device computed each
+
+
+NO_WORK = Work(np.empty((0, 6), np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
 Event = (
     DevicesJoined
     | DevicesLeft
@@ -99,18 +113,68 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
+    """These blocks leave now: parallel lists with all that is needed to bring each to its device."""
+
+    devices: list[int] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list, compare=False)
+    inner: list[int] = field(default_factory=list, compare=False)  # length of the job's inner dimension
+    chunk: list[int] = field(default_factory=list, compare=False)  # inner values per chunk; `inner`: sent whole
+    down_bytes: list[int] = field(default_factory=list, compare=False)  # operands that the device does not hold yet
+    kept: list[int] = field(default_factory=list, compare=False)  # 1: it keeps its left slab; 2: its right one; 3: both
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def drop(self, device: int, job: int, block: int) -> bool:
+        """Take a block out again. False if it is not among them."""
+        for at in range(len(self.devices) - 1, -1, -1):
+            if (self.devices[at], self.jobs[at], self.blocks[at]) == (device, job, block):
+                for column in self.columns:
+                    del column[at]
+                return True
+        return False
+
+    @property
+    def columns(self) -> tuple[list[Any], ...]:
+        return (
+            self.devices,
+            self.jobs,
+            self.blocks,
+            self.boxes,
+            self.inner,
+            self.chunk,
+            self.down_bytes,
+            self.kept,
+        )
+
+
+class Sent(NamedTuple):
+    """One block of a SendBlocks."""
+
+    device: int
+    job: int
+    block: int
+    box: Box
+    inner: int
+    chunk: int
+    down_bytes: int
+    kept: int
+
+
+def sends(instruction: SendBlocks) -> Iterator[Sent]:
+    """The blocks one by one."""
+    return map(Sent._make, zip(*instruction.columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class CancelBlocks:
     """Another device was faster: stop these blocks."""
 
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
+    devices: list[int] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +187,7 @@ class AcceptBlocks:
 @dataclass(frozen=True, slots=True)
 class JobFinished:
     job: int
+    work: Work = field(default=NO_WORK, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +219,7 @@ class CheckJob:
     """All blocks of the job have arrived: check them, and reply with JobChecked."""
 
     job: int
+    work: Work = field(default=NO_WORK, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 Key = tuple[int, int]  # job, block
 
 
-class Rescues:
+class SpeculativeCopies:
     def __init__(self) -> None:
         self._pieces: dict[Key, list[int]] = {}
         self._block_of: dict[Key, int] = {}  # piece -> the overdue block

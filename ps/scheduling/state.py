@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ps.planning.cost import Passage, QueueTimes, after
-from ps.planning.planner import Integers, Request, Shape
-from ps.scheduling.events import CancelBlocks, Instruction, SendBlocks
+from ps.planning.planner import Integers, Level, Request, Shape
+from ps.scheduling.events import CancelBlocks, Instruction, SendBlocks, Work
 
 REACTION_S = 0.01  # the server's clock tick, and how long answers are held back to be handled together
 AHEAD_S = 0.5  # a device may always have this much work ahead, whatever the cost model says it needs
 UNSURE = 1.25  # margin: an answer may take this multiple of its modelled time
 IDLE = (0.0, 0.0, 0.0)
 PENDING, IN_FLIGHT, DONE, CUT = range(4)
+
+Key = tuple[int, int]  # job, block
 
 
 @dataclass(slots=True)
@@ -43,6 +45,11 @@ class Job:
     def shape(self) -> Shape:
         return self.request.shape
 
+    @property
+    def work(self) -> Work:
+        done = np.flatnonzero(np.array(self.state) == DONE)
+        return Work(self.tiles, done, np.array(self.device, np.int64)[done])
+
 
 NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
 
@@ -53,7 +60,7 @@ class Device:
     memory_bytes: int
     round_trip_s: float
     critical: deque[tuple[int, int]] = field(default_factory=deque)
-    background: deque[tuple[int, int]] = field(default_factory=deque)
+    deferred: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight: dict[tuple[int, int], float] = field(default_factory=dict)  # modelled time at which each answer leaves
     in_flight_bytes: int = 0
     kept_bytes: int = 0
@@ -112,7 +119,7 @@ class Device:
 
     def busy_with_all_s(self, now_s: float) -> tuple[float, float, float]:
         """The same, including the blocks queued for it."""
-        return after(self.busy_s(now_s), self.waiting, len(self.critical) + len(self.background))
+        return after(self.busy_s(now_s), self.waiting, len(self.critical) + len(self.deferred))
 
     def ends_s(self, now_s: float) -> float:
         """Seconds until it returns its last block, if it stays as late as it is."""
@@ -130,7 +137,41 @@ class Device:
 
     @property
     def idle(self) -> bool:
-        return not (self.in_flight or self.critical or self.background)
+        return not (self.in_flight or self.critical or self.deferred)
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
+class Orphan:
+    """A rectangle that no device can take yet."""
+
+    job: int
+    box: Integers  # [1, 6]
+    loss: int  # the loss of devices that it repairs; 0: none
+
+
+@dataclass(slots=True)
+class State:
+    """What the parts of the dispatcher share. Only they change it, and only within `Dispatcher.handle`."""
+
+    now_s: float = 0.0
+    jobs: dict[int, Job] = field(default_factory=dict)
+    devices: list[Device] = field(default_factory=list)
+    waiting: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # length of each device's queues
+    waiting_total: int = 0
+    ahead: tuple[Level, ...] = ()  # levels still to be submitted before the pass ends
+    losses: dict[int, int] = field(default_factory=dict)  # loss of devices -> blocks still to be recomputed
+    orphans: list[Orphan] = field(default_factory=list)
+
+    def not_waiting(self, device: int) -> None:
+        """Nothing is queued for this device any more."""
+        self.waiting_total -= int(self.waiting[device])
+        self.waiting[device] = 0
+
+    def owner(self, key: Key) -> int:
+        return self.jobs[key[0]].device[key[1]]
+
+    def in_flight(self, key: Key) -> bool:
+        return key in self.devices[self.owner(key)].in_flight
 
 
 @dataclass(slots=True)
@@ -138,17 +179,26 @@ class Turn:
     """The outcome of one event."""
 
     out: list[Instruction] = field(default_factory=list)
-    send: SendBlocks = field(default_factory=lambda: SendBlocks([], [], []))
-    cancel: CancelBlocks = field(default_factory=lambda: CancelBlocks([], [], []))
+    send: SendBlocks = field(default_factory=SendBlocks)
+    cancel: CancelBlocks = field(default_factory=CancelBlocks)
     freed: dict[int, None] = field(default_factory=dict)  # devices with room for more, in order
+
+    def launch(self, job_id: int, job: Job, blocks: list[int], devices: list[int]) -> None:
+        """Send these blocks, with all that a shell needs for it."""
+        send = self.send
+        send.devices.extend(devices)
+        send.jobs.extend([job_id] * len(blocks))
+        send.blocks.extend(blocks)
+        send.boxes.extend(job.tiles[blocks].tolist())
+        send.inner.extend([job.shape.inner] * len(blocks))
+        send.chunk.extend([job.chunk[block] for block in blocks])
+        send.down_bytes.extend([job.down_bytes[block] for block in blocks])
+        send.kept.extend([job.kept[block] for block in blocks])
 
     def stop(self, device: int, job: int, block: int) -> None:
         """Cancel this block on the device. If it has not been sent yet, only drop it from this turn's sends."""
-        for at in range(len(self.send.devices) - 1, -1, -1):
-            if (self.send.devices[at], self.send.jobs[at], self.send.blocks[at]) == (device, job, block):
-                for column in (self.send.devices, self.send.jobs, self.send.blocks):
-                    del column[at]
-                return
+        if self.send.drop(device, job, block):
+            return
         self.cancel.devices.append(device)
         self.cancel.jobs.append(job)
         self.cancel.blocks.append(block)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.wire import DONE, Result, WireError
-from ps.scheduling.events import BlocksFailed, BlocksReturned
+from ps.scheduling.events import BlocksFailed, BlocksReturned, Box
 from ps.transport.jobs import Live, Totals
 from ps.transport.peers import Peer
 from ps.transport.records import Records
@@ -22,23 +22,24 @@ class Answers:
     """The answers of one turn, as one event for the good ones and one for those that failed."""
 
     batch: Sequence[tuple[Peer, Result]]
+    received_ns: int
     good: BlocksReturned = field(default_factory=lambda: BlocksReturned([], [], []))
     bad: BlocksFailed = field(default_factory=lambda: BlocksFailed([], [], []))
     answered: list[tuple[Peer, int, int]] = field(default_factory=list)
-    places: list[tuple[Live | None, list[Cells], list[int]]] = field(default_factory=list)  # of the good ones
+    places: list[tuple[Live | None, list[Cells], Box]] = field(default_factory=list)  # of the good ones
 
     @classmethod
-    def of(cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live]) -> Answers:
+    def of(cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live], received_ns: int) -> Answers:
         """All or nothing: an answer that does not fit raises WireError, and nothing is changed."""
-        self = cls(batch)
+        self = cls(batch, received_ns)
         for peer, message in batch:
             cells, start = _cells(message), 0
             for device, job, block, status, size, _, _ in message.answers.tolist():
                 if device >= len(peer.ids):
                     raise WireError(f"an answer names device {device}, the sender has {len(peer.ids)}")
                 live = jobs.get(job)  # None: its job is finished, so the dispatcher will not count it
-                tile = live.tile(block) if live is not None else []
-                if live is not None and status == DONE and size != tile[1] * tile[3] * tile[5]:
+                box = live.box(block) if live is not None else ()
+                if live is not None and status == DONE and size != box[1] * box[3] * box[5]:
                     raise WireError(f"an answer to block {block} of job {job} has {size} cells, which is not its size")
                 event = self.good if status == DONE else self.bad
                 self.answered.append((peer, job, block))
@@ -47,11 +48,11 @@ class Answers:
                 event.blocks.append(block)
                 if status == DONE:
                     mine = cells if len(message.answers) == 1 else [cells[0][start : start + size]]
-                    self.places.append((live, mine, tile))
+                    self.places.append((live, mine, box))
                 start += size
         return self
 
-    def accept(self, positions: list[int], totals: Totals, records: Records, received_ns: int) -> None:
+    def accept(self, positions: list[int], totals: Totals, records: Records) -> None:
         """Write those of the good answers that count into their products and into the records."""
         for position in positions:
             live, cells, (b, bs, r, rs, c, cs) = self.places[position]
@@ -69,9 +70,9 @@ class Answers:
         counted = None if whole else {(good.devices[p], good.jobs[p], good.blocks[p]) for p in positions}
         for peer, message in self.batch:
             if peer.of_the_run:
-                records.answered(message.answers, peer.ids, received_ns, counted, message.stamp_ns)
+                records.answered(message.answers, peer.ids, self.received_ns, counted, message.stamp_ns)
             else:  # its times are claims, and the verdict is not built on claims
-                records.answered(message.answers, peer.ids, received_ns, counted, due_counts=False)
+                records.answered(message.answers, peer.ids, self.received_ns, counted, due_counts=False)
 
 
 def _cells(message: Result) -> list[Cells]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from ps.scheduling.events import JobChecked
-from ps.scheduling.state import CUT, DONE
+from ps.planning.planner import Integers
+from ps.scheduling.events import JobChecked, Work
 from ps.transport.jobs import Live, Totals
 from ps.verification.glance import Glance, Lot
 from ps.verification.sketch import Expectation
@@ -31,37 +31,37 @@ class Checking:
         self._lot = Lot(secrets.randbelow)
         self._doubted = False
 
-    def prepare(self, jobs: Iterable[int]) -> None:
+    def prepare(self, jobs: Iterable[tuple[int, Integers]]) -> None:
+        """Jobs that have begun, each with the boxes of its plan."""
         begun = time.perf_counter()
-        for job in jobs:
-            if job in self._jobs and len(self._jobs[job].job.tiles):
+        for job, boxes in jobs:
+            if job in self._jobs:
                 self._glance(job)
-                self._draw(job)
+                self._draw(job, boxes)
         self._totals.check_s += time.perf_counter() - begun
 
-    def check(self, job: int) -> JobChecked:
+    def check(self, job: int, work: Work) -> JobChecked:
         """Check this complete job; wrong blocks do not count."""
         begun = time.perf_counter()
         live = self._jobs[job]
-        product, record = live.product, live.job
-        self._totals.checked_blocks += record.state.count(DONE)
-        self._draw(job)
-        found, done = Findings(), np.empty(0, np.int64)
+        product, boxes = live.product, work.boxes[work.done]
+        self._totals.checked_blocks += len(work.done)
+        self._draw(job, boxes)
+        found = Findings()
         if live.expected is not None or self._glance(job).suspicious(product.out):
-            done = np.flatnonzero(np.array(record.state) == DONE)
             found = self._verifier.check(
                 product.left.array,
                 product.right.array,
                 product.out,
-                record.tiles[done],
-                np.array(record.device)[done],
-                self._expected(job),
+                boxes,
+                work.devices,
+                self._expected(job, boxes),
                 self._fleet(),
                 again=live.checked,
             )
             live.checked = True
         if found.wrong:
-            cells = int(np.prod(record.tiles[done[found.wrong]][:, 1::2], axis=1).sum())
+            cells = int(np.prod(boxes[found.wrong][:, 1::2], axis=1).sum())
             self._totals.wrong_blocks += len(found.wrong)
             self._totals.blocks -= len(found.wrong)
             self._totals.flops -= 2 * cells * product.shape.inner
@@ -69,15 +69,15 @@ class Checking:
             self._doubted = True
             self._notice(f"the check of {product.name} accuses devices, but {found.doubted}. None is suspended for it")
         self._totals.check_s += time.perf_counter() - begun
-        return JobChecked(job, done[found.wrong].tolist(), found.why)
+        return JobChecked(job, work.done[found.wrong].tolist(), found.why)
 
-    def _draw(self, job: int) -> None:
+    def _draw(self, job: int, boxes: Integers) -> None:
         """Decide at random, once per product, whether to sketch it."""
         live = self._jobs[job]
         if not live.drawn:
             live.drawn = True
             if self._lot.draw():
-                self._expected(job)
+                self._expected(job, boxes)
 
     def _glance(self, job: int) -> Glance:
         live = self._jobs[job]
@@ -85,10 +85,9 @@ class Checking:
             live.glance = Glance.of(live.product.left.array, live.product.right.array, (self._secret, job, 1))
         return live.glance
 
-    def _expected(self, job: int) -> Expectation:
+    def _expected(self, job: int, boxes: Integers) -> Expectation:
         live = self._jobs[job]
-        tiles = live.job.tiles[np.array(live.job.state) != CUT]
-        if live.expected is None or not live.expected.fits(tiles):
+        if live.expected is None or not live.expected.fits(boxes):
             left, right = live.product.left.array, live.product.right.array
-            live.expected = Expectation.of(left, right, tiles, (self._secret, job))
+            live.expected = Expectation.of(left, right, boxes, (self._secret, job))
         return live.expected

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from agent.protocol.wire import WireError
 from ps.planning.planner import Plan, Request, Shape
-from ps.scheduling.state import Job
+from ps.scheduling.events import Box
 from ps.transport.operands import Operand
 from ps.verification.glance import Glance
 from ps.verification.sketch import Expectation
@@ -51,33 +51,31 @@ class Product:
 
 @dataclass(slots=True)
 class Live:
-    """A job in progress."""
+    """A job in progress, as far as the shell has to know it."""
 
     product: Product
-    job: Job  # the dispatcher's record of it
-    sent_ns: NDArray[np.uint64]
+    boxes: dict[int, Box] = field(default_factory=dict)  # of the blocks that were sent
     glance: Glance | None = None  # for the check, once it is computed
     expected: Expectation | None = None  # the same in patches, where needed
     drawn: bool = False  # it was decided at random whether to sketch it
     checked: bool = False  # its blocks were checked, and some were wrong
     holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
-    tiles: list[list[int]] = field(default_factory=list)  # the job's, as plain numbers: faster to read one by one
+    _sent_ns: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
-    def tile(self, block: int) -> list[int]:
-        if len(self.tiles) < len(self.job.tiles):  # it was cut again since
-            self.tiles = self.job.tiles.tolist()
-        if block >= len(self.tiles):
-            raise WireError(f"an answer names block {block} of a job that has {len(self.tiles)}")
-        return self.tiles[block]
+    def box(self, block: int) -> Box:
+        if (box := self.boxes.get(block)) is None:
+            raise WireError(f"an answer names block {block}, which no device was given")
+        return box
 
-    def sent(self, blocks: NDArray[np.uint32] | int, stamp_ns: int) -> None:
-        self.stamps()[blocks] = stamp_ns
+    def sent(self, blocks: NDArray[np.uint32], stamp_ns: int) -> None:
+        if len(blocks):
+            self.stamps(int(blocks.max()) + 1)[blocks] = stamp_ns
 
-    def stamps(self) -> NDArray[np.uint64]:
-        """When each block was sent; 0 if it never was: a block may be cut and then not be needed."""
-        if grown := len(self.job.tiles) - len(self.sent_ns):
-            self.sent_ns = np.concatenate([self.sent_ns, np.zeros(grown, np.uint64)])
-        return self.sent_ns
+    def stamps(self, blocks: int) -> NDArray[np.uint64]:
+        """When each of the first blocks was sent; 0 if it never was: a block may be cut and not be needed."""
+        if (missing := blocks - len(self._sent_ns)) > 0:
+            self._sent_ns = np.concatenate([self._sent_ns, np.zeros(max(missing, len(self._sent_ns)), np.uint64)])
+        return self._sent_ns[:blocks]
 
 
 @dataclass(slots=True)

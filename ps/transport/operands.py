@@ -9,7 +9,7 @@ the server handles the sockets.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -184,14 +184,14 @@ def _alone(
 def streamed(
     job: int,
     operands: tuple[Operand, Operand],
-    tile: Integers,
+    box: Sequence[int],
     block: int,
     device: int,
     length: int,
     piece_ids: Iterator[int],
 ) -> Iterator[Parcel]:
     """Messages that bring one block to its device, `length` inner values at a time."""
-    batch, batches, row, rows, column, columns = tile.tolist()
+    batch, batches, row, rows, column, columns = box
     inner = operands[0].array.shape[2]
     ranges = ((batch, batch + batches, row, row + rows), (batch, batch + batches, column, column + columns))
     for chunk, start in enumerate(range(0, inner, length)):

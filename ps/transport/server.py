@@ -62,14 +62,12 @@ from ps.planning.planner import Level, Planner
 from ps.scheduling.deadlines import after_a_turn_s
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
-    AcceptBlocks,
     BlocksLost,
     BlocksRecovered,
     CancelBlocks,
     CheckJob,
     DevicesLeft,
     Event,
-    Instruction,
     JobFinished,
     JobsSubmitted,
     JobWaits,
@@ -80,7 +78,8 @@ from ps.scheduling.events import (
     SuspendDevice,
     TimePassed,
 )
-from ps.scheduling.state import DONE, REACTION_S
+from ps.scheduling.shell import Shell
+from ps.scheduling.state import REACTION_S
 from ps.transport.answers import Answers
 from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance
 from ps.transport.checking import Checking
@@ -110,7 +109,7 @@ class ServerError(Failure):
     """The server has stopped; the text says why."""
 
 
-class Server:
+class Server(Shell[Answers]):
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -144,7 +143,8 @@ class Server:
         self._given_up: BaseException | None = None  # what whoever waits for products is told
         self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
-        self._dispatcher, self._verify = Dispatcher(planner or Planner(), verify), verify
+        super().__init__(Dispatcher(planner or Planner(), verify))
+        self._verify = verify
         self._jobs: dict[int, Live] = {}
         self._peers: dict[bytes, Peer] = {}
         self._requests = Requests()
@@ -264,12 +264,12 @@ class Server:
 
     @property
     def late_blocks_helped(self) -> int:
-        return self._dispatcher.rescues.begun
+        return self._dispatcher.speculative_copies
 
     @property
     def absent(self) -> list[int]:
         """Devices that have left again."""
-        return [device for device, record in enumerate(self._dispatcher.devices) if not record.alive]
+        return self._dispatcher.gone
 
     @property
     def profiles(self) -> NDArray[np.void]:
@@ -284,9 +284,12 @@ class Server:
     def wait_for_devices(self, count: int, timeout_s: float) -> bool:
         return self.attendance.wait_for(count, timeout_s)
 
+    def _now_ns(self) -> int:
+        return self._clock.now_ns()
+
     def _now_s(self) -> float:
         """The dispatcher's time, which leaves out what this thread has stood still."""
-        return self._dispatch_s(self._clock.now_ns())
+        return self._dispatch_s(self._now_ns())
 
     def _dispatch_s(self, now_ns: int) -> float:
         return now_ns / 1e9 - self._standstill.total_s / self._clock.scale
@@ -324,7 +327,7 @@ class Server:
         free_s = next_look  # when lateness could be judged last
         while not self._stopping:
             stuck = [peer for peer in self._peers.values() if peer.outbox or peer.streams]
-            look_s = max(next_look, self._dispatcher.deadlines.next_s)
+            look_s = max(next_look, self._dispatcher.next_look_s)
             until_look_s = (look_s - self._now_s()) * self._clock.scale
             timeout_s = 0.001 if stuck else max(0.001, min(next_beat - time.monotonic(), until_look_s))
             self._mind_standstill()
@@ -342,7 +345,7 @@ class Server:
                 self._guard.all_read_s = time.monotonic()
             heard = not unheard or time.monotonic() >= heard_s + UNHEARD_S
             # nobody is late whose answer may have come meanwhile: so this is before anything that takes its time
-            if heard and (now_s := self._now_s()) >= max(next_look, self._dispatcher.deadlines.next_s):
+            if heard and (now_s := self._now_s()) >= max(next_look, self._dispatcher.next_look_s):
                 next_look = now_s + REACTION_S
                 self._handle(TimePassed())
             self._requests.do_one()  # one a turn: answers do not wait for all of them
@@ -358,7 +361,7 @@ class Server:
             self.totals.longest_turn_s = max(self.totals.longest_turn_s, turn_s)
         for peer in list(self._peers.values()):
             self._shipping.send(peer, Goodbye(self._goodbye))
-            self._stayed(peer, [d for d in peer.index if self._dispatcher.devices[d].alive])
+            self._stayed(peer, [d for d in peer.index if self._dispatcher.is_alive(d)])
         self._join_admission.left(peer.key for peer in self._peers.values())
         self._standings.retry()
 
@@ -576,7 +579,7 @@ class Server:
                 return  # its connection broke when it was given blocks of the other one
         labels = [printable(label) for label in message.labels]
         joined = self.roster.enter(peer, labels, profiles)
-        new, begun_ns = joined.devices, self._clock.now_ns()
+        new, begun_ns = joined.devices, self._now_ns()
         for device in joined.again:  # numbers of devices that never worked are given again
             self._who.pop(device, None)
         self._who |= dict.fromkeys(new if who else (), who)
@@ -591,7 +594,7 @@ class Server:
         self._carry_out(instructions, begun_ns)
         if not who and (barred := [new[n] for n in self._standings.barred(labels)]):
             self.suspended.update((device, self._standings.why_barred(self.labels[device])) for device in barred)
-            self._forget([device for device in barred if self._dispatcher.devices[device].alive], SUSPENDED)
+            self._forget([device for device in barred if self._dispatcher.is_alive(device)], SUSPENDED)
 
     def _join_again(self, peer: Peer, caller: Caller, message: Join, size: int) -> None:
         """Over a connection where devices have joined before, and may have left."""
@@ -615,12 +618,12 @@ class Server:
     def _stayed(self, peer: Peer, devices: Sequence[int]) -> None:
         """What real devices have done so far belongs to their standing."""
         for device in devices if peer.who else ():
-            slowness, refused = self._dispatcher.slowness(device), self._dispatcher.devices[device].refusals
+            slowness, refused = self._dispatcher.slowness(device), self._dispatcher.refusals(device)
             self._standings.left(peer.who, self.labels[device], Stay(self._right.pop(device, 0), refused, slowness))
 
     def _may_join(self, identity: bytes, caller: Caller, message: Join) -> bool:
         there = self._peers[identity].index if identity in self._peers else ()
-        present = sum(self._dispatcher.devices[device].alive for device in there)
+        present = sum(self._dispatcher.is_alive(device) for device in there)
         refusal = self._join_admission.admit(caller, message, present)
         if refusal is not None:
             self._shipping.reply(identity, Refused(refusal.reason, final=refusal not in PASSING))
@@ -634,11 +637,11 @@ class Server:
         if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
         leaving = sorted(peer.index.keys() & {peer.ids[index] for index in message.devices.tolist()})
-        leaving = [d for d in leaving if self._dispatcher.devices[d].alive]
+        leaving = [d for d in leaving if self._dispatcher.is_alive(d)]
         self._stayed(peer, leaving)
         reason, until_s = printable(message.reason), message.until_s
         for device in leaving:
-            blocks = len(self._dispatcher.devices[device].in_flight)
+            blocks = self._dispatcher.blocks_in_flight(device)
             text = self.attendance.left(device, self.labels[device], reason, until_s, blocks, self._now_s())
             if text:
                 self.notice(text)
@@ -653,7 +656,7 @@ class Server:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
-        gone = [d for d in peer.index if self._dispatcher.devices[d].alive]
+        gone = [d for d in peer.index if self._dispatcher.is_alive(d)]
         self._stayed(peer, gone)
         self.roster.closed(peer)
         self._join_admission.left([peer.key])
@@ -671,7 +674,7 @@ class Server:
 
     def _gone(self, devices: list[int], how: str) -> None:
         self.attendance.gone(devices, how)
-        self.roster.left_idle(device for device in devices if not self._dispatcher.devices[device].worked)
+        self.roster.left_idle(device for device in devices if not self._dispatcher.has_worked(device))
 
     def _begin(self, products: Sequence[Product], ahead: tuple[Level, ...]) -> None:
         """Plan them and go. Long planning has a thread of its own; what is submitted meanwhile waits."""
@@ -695,13 +698,10 @@ class Server:
             self._go(numbered, submitted)
 
     def _go(self, numbered: dict[int, Product], planned: JobsSubmitted) -> None:
-        begun_ns = self._clock.now_ns()
-        instructions = self._dispatcher.handle(planned, self._dispatch_s(begun_ns))
-        for job, product in numbered.items():
-            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
-        self._carry_out(instructions, begun_ns)
+        self._jobs.update((job, Live(product)) for job, product in numbered.items())
+        self._handle(planned)
         if self._verify:
-            self._checking.prepare(numbered)
+            self._checking.prepare((new.job, new.plan.tiles) for new in planned.jobs if new.plan is not None)
         ahead = self._dispatcher.inquire_ahead(self._now_s())
         if ahead is not None and ahead.takes_long:
             self._planning.ask(ahead, lambda _: self._begin_waiting())
@@ -736,68 +736,75 @@ class Server:
                     self._complain(peer.identity, (), error)
 
     def _answers(self, batch: list[tuple[Peer, Result]]) -> None:
-        received_ns, answers = self._clock.now_ns(), Answers.of(batch, self._jobs)
+        answers = Answers.of(batch, self._jobs, self._now_ns())
         for peer, job, block in answers.answered:
             peer.answered(job, block)
         if answers.bad.devices:
             self._handle(answers.bad)
-        self._handle(answers.good, lambda places: answers.accept(places, self.totals, self.records, received_ns))
+        self._handle(answers.good, answers)
 
     # ---- instructions
 
-    def _handle(self, event: Event, accept: Callable[[list[int]], None] | None = None) -> None:
+    def _handle(self, event: Event, returned: Answers | None = None) -> None:
         self._mind_standstill()
-        begun_ns = self._clock.now_ns()
-        self._carry_out(self._dispatcher.handle(event, self._dispatch_s(begun_ns)), begun_ns, accept)
+        super()._handle(event, returned)
 
-    def _carry_out(
-        self,
-        instructions: list[Instruction],
-        begun_ns: int,
-        accept: Callable[[list[int]], None] | None = None,
-    ) -> None:
-        """Do as the dispatcher says, in its order, and check what is to be checked when the devices have their work:
-        a check may suspend some of them. `begun_ns`: when the dispatcher was told what has happened, which is when its
-        blocks go out by the model."""
-        planned_ns = self._clock.now_ns()
-        complete: list[int] = []
-        for instruction in instructions:
-            match instruction:
-                case AcceptBlocks(positions=positions):
-                    assert accept is not None, "only answers can be accepted"
-                    self._silent = ""
-                    accept(positions)
-                case CancelBlocks():
-                    for peer in self._shipping.cancel(instruction):
-                        self._lose(peer, "its connection is gone")
-                case SendBlocks():
-                    for peer in self._shipping.send_blocks(instruction, begun_ns):
-                        self._lose(peer, "its connection is gone")
-                case JobFinished(job=job):
-                    self._finish(job)
-                case JobWaits(reason=reason):
-                    self._say_waiting(reason)
-                case SuspendDevice(device=device, reason=reason, wrong=lied):
-                    self.notice(f"suspended {self.labels[device]}: {reason}")
-                    self.suspended[device] = reason
-                    self._gone([device], SUSPENDED)
-                    self._suspend(device, reason, lied)
-                case NameStragglers(alone=alone):
-                    self._silent = "no device answers" if alone else self._silent
-                    self.notice(stragglers_named(instruction, self.labels))
-                case CheckJob(job=job):
-                    complete.append(job)
-                case BlocksLost(loss=loss, devices=devices, blocks=blocks):
-                    self.records.lost(loss, devices, blocks, begun_ns, planned_ns)
-                case BlocksRecovered(loss=loss):
-                    self.records.recovered(loss, self._clock.now_ns())
-        self.records.sent_again(self._clock.now_ns())
-        for job in complete:
-            checked, owner = self._checking.check(job), self._jobs[job].job.device
-            gone = sorted({owner[block] for block in checked.wrong if not self._dispatcher.devices[owner[block]].alive})
-            self._handle(checked)
-            for device in gone:  # leaving in time does not help a liar
-                self._suspend(device, "what it returned was wrong", wrong=True)
+    def _send_blocks(self, instruction: SendBlocks, at_ns: int) -> None:
+        for peer in self._shipping.send_blocks(instruction, at_ns):
+            self._lose(peer, "its connection is gone")
+
+    def _cancel_blocks(self, instruction: CancelBlocks) -> None:
+        for peer in self._shipping.cancel(instruction):
+            self._lose(peer, "its connection is gone")
+
+    def _accept_blocks(self, returned: Answers, positions: list[int]) -> None:
+        self._silent = ""
+        returned.accept(positions, self.totals, self.records)
+
+    def _check_job(self, instruction: CheckJob) -> None:
+        work, checked = instruction.work, self._checking.check(instruction.job, instruction.work)
+        liars = np.unique(work.devices[np.isin(work.done, checked.wrong)]).tolist()
+        gone = [device for device in liars if not self._dispatcher.is_alive(device)]
+        self._handle(checked)
+        for device in gone:  # leaving in time does not help a liar
+            self._suspend(device, "what it returned was wrong", wrong=True)
+
+    def _job_finished(self, instruction: JobFinished) -> None:
+        job, work = instruction.job, instruction.work
+        live = self._jobs.pop(job)
+        for identity in live.holders:
+            if (peer := self._peers.get(identity)) is not None:
+                peer.finished(job)
+        if self.attendance.present:
+            blocks = np.bincount(work.devices)
+            self._right.update({d: int(blocks[d]) for d in self.attendance.present if d < len(blocks) and blocks[d]})
+        product = live.product
+        self.records.finished(job, product.name, product.step, product.shape, work.boxes, live.stamps(len(work.boxes)))
+        product.done()
+
+    def _job_waits(self, instruction: JobWaits) -> None:
+        self._say_waiting(instruction.reason)
+
+    def _suspend_device(self, instruction: SuspendDevice) -> None:
+        device, reason = instruction.device, instruction.reason
+        self.notice(f"suspended {self.labels[device]}: {reason}")
+        self.suspended[device] = reason
+        self._gone([device], SUSPENDED)
+        self._suspend(device, reason, instruction.wrong)
+
+    def _name_stragglers(self, instruction: NameStragglers) -> None:
+        if instruction.alone:
+            self._silent = "no device answers"
+        self.notice(stragglers_named(instruction, self.labels))
+
+    def _blocks_lost(self, instruction: BlocksLost, at_ns: int, planned_ns: int) -> None:
+        self.records.lost(instruction.loss, instruction.devices, instruction.blocks, at_ns, planned_ns)
+
+    def _blocks_recovered(self, instruction: BlocksRecovered) -> None:
+        self.records.recovered(instruction.loss, self._now_ns())
+
+    def _carried_out(self) -> None:
+        self.records.sent_again(self._now_ns())
 
     def _say_waiting(self, reason: str) -> None:
         """Once for each reason, until somebody joins."""
@@ -808,15 +815,3 @@ class Server:
         elsewhere = "; from elsewhere with an invitation: cleave invite" if self.public_addresses else ""
         help_ = f"One joins with: python -m agent --ps {self.address}{elsewhere}"
         self.notice(f"waiting for a device that can go on: {reason}{missing}. {help_}")
-
-    def _finish(self, job: int) -> None:
-        live = self._jobs.pop(job)
-        for identity in live.holders:
-            if (peer := self._peers.get(identity)) is not None:
-                peer.finished(job)
-        if self.attendance.present:
-            blocks = np.bincount(np.array(live.job.device)[np.array(live.job.state) == DONE])
-            self._right.update({d: int(blocks[d]) for d in self.attendance.present if d < len(blocks) and blocks[d]})
-        product = live.product
-        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.stamps())
-        product.done()

@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 
 from agent.protocol.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
-from ps.scheduling.events import CancelBlocks, SendBlocks
+from ps.scheduling.events import CancelBlocks, SendBlocks, Sent, sends
 from ps.transport.jobs import Live, Totals
 from ps.transport.operands import Parcel, parcels, streamed
 from ps.transport.peers import Peer
@@ -33,22 +33,21 @@ class Shipping:
     def send_blocks(self, instruction: SendBlocks, stamp_ns: int) -> list[Peer]:
         """Group by connection and job, pack, send. Returns peers found to be gone. All blocks carry one stamp, the time
         of the decision, as in virtual time: packing time is not charged to the devices."""
-        groups: dict[tuple[bytes, int, int], tuple[list[int], list[int]]] = {}
-        for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
-            live, peer = self._jobs[job], self._peer_of[device]
+        groups: dict[tuple[bytes, int, int], list[Sent]] = {}
+        for sent in sends(instruction):
+            live, peer = self._jobs[sent.job], self._peer_of[sent.device]
+            live.boxes[sent.block] = sent.box
             if peer.identity not in self._peers:
                 continue  # just lost; the dispatcher learns of it next
             live.holders.add(peer.identity)
-            self._totals.operand_bytes += live.job.down_bytes[block]
-            if live.job.chunk[block] < live.job.shape.inner:
-                peer.streams.append(self._stream(peer, live, job, block, peer.index[device], stamp_ns))
-                continue
-            group = groups.setdefault((peer.identity, job, live.job.kept[block]), ([], []))
-            group[0].append(device)
-            group[1].append(block)
+            self._totals.operand_bytes += sent.down_bytes
+            if sent.chunk < sent.inner:
+                peer.streams.append(self._stream(peer, live, sent, stamp_ns))
+            else:
+                groups.setdefault((peer.identity, sent.job, sent.kept), []).append(sent)
         messages_of: dict[bytes, list[Iterator[list[Frame]]]] = {}  # per device job after job, in the order decided
-        for (identity, job, kept), (devices, blocks) in groups.items():
-            messages = self._parcels(self._peers[identity], job, kept, devices, blocks, stamp_ns)
+        for (identity, job, kept), group in groups.items():
+            messages = self._parcels(self._peers[identity], job, kept, group, stamp_ns)
             messages_of.setdefault(identity, []).append(messages)
         queues = deque((self._peers[identity], chain(*of)) for identity, of in messages_of.items())
         dead: dict[bytes, Peer] = {}
@@ -78,25 +77,20 @@ class Shipping:
         telling = [(self._peers[identity], Cancel(np.array(rows, REFERENCE))) for identity, rows in told.items()]
         return [peer for peer, message in telling if not self.send(peer, message)]
 
-    def _parcels(
-        self, peer: Peer, job: int, kept: int, devices: list[int], blocks: list[int], stamp_ns: int
-    ) -> Iterator[list[Frame]]:
+    def _parcels(self, peer: Peer, job: int, kept: int, group: Sequence[Sent], stamp_ns: int) -> Iterator[list[Frame]]:
         """Messages that bring these blocks whole."""
-        live, index = self._jobs[job], np.array(blocks)
-        product, record = live.product, live.job
-        factors = (product.left, product.right)
+        live = self._jobs[job]
+        product, boxes = live.product, np.array([sent.box for sent in group])
         held = peer.held(job, (product.left.id, product.right.id), kept)
-        down_bytes = np.array([record.down_bytes[block] for block in blocks])
         if not peer.of_the_run:
-            peer.allowance.asked(len(blocks), int(record.tiles[index][:, 1::2].prod(axis=1).sum()))
-        local = np.array([peer.index[device] for device in devices])
+            peer.allowance.asked(len(group), int(boxes[:, 1::2].prod(axis=1).sum()))
         for parcel in parcels(
             job,
-            factors,
-            record.tiles[index],
-            index,
-            local,
-            down_bytes,
+            (product.left, product.right),
+            boxes,
+            np.array([sent.block for sent in group]),
+            np.array([peer.index[sent.device] for sent in group]),
+            np.array([sent.down_bytes for sent in group]),
             held,
             peer.piece_ids,
             generous=peer.many,
@@ -105,12 +99,12 @@ class Shipping:
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel, stamp_ns)
 
-    def _stream(self, peer: Peer, live: Live, job: int, block: int, index: int, stamp_ns: int) -> Iterator[list[Frame]]:
+    def _stream(self, peer: Peer, live: Live, sent: Sent, stamp_ns: int) -> Iterator[list[Frame]]:
         """Messages that bring one block in chunks to one device of the connection, each packed when its turn comes."""
-        factors, record = (live.product.left, live.product.right), live.job
-        peer.allowance.asked(1, int(record.tiles[block][1::2].prod()))
-        source = streamed(job, factors, record.tiles[block], block, index, record.chunk[block], peer.piece_ids)
-        for parcel in source:
+        _, batches, _, rows, _, columns = sent.box
+        peer.allowance.asked(1, batches * rows * columns)
+        factors, index = (live.product.left, live.product.right), peer.index[sent.device]
+        for parcel in streamed(sent.job, factors, sent.box, sent.block, index, sent.chunk, peer.piece_ids):
             yield self._pack(peer, live, parcel, stamp_ns)
 
     def _pack(self, peer: Peer, live: Live, parcel: Parcel, stamp_ns: int) -> list[Frame]:

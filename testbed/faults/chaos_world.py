@@ -413,10 +413,10 @@ class World:
         device, job, block = sent.key
         if device not in self._alive:
             raise ChaosError(f"device {device} is not there and was sent block {block} of job {job}")
-        if sent.key in self._flying or self._open[job].has(sent.tile):
+        if sent.key in self._flying or self._open[job].has(sent.box):
             raise ChaosError(f"block {block} of job {job} was sent again")
-        truth = self._open[job].block(sent.tile)
-        self._flying[sent.key] = Flight(sent.tile, truth, sent.due_s, looked_at=looked_at)
+        truth = self._open[job].block(sent.box)
+        self._flying[sent.key] = Flight(sent.box, truth, sent.due_s, looked_at=looked_at)
         rivals = self._rivals(sent.key, self._flying)
         if any(not f.looked_at for f in rivals) or any(a.overlaps(b) for a, b in itertools.combinations(rivals, 2)):
             raise ChaosError(f"block {block} of job {job} was sent twice")

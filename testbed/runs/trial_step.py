@@ -133,14 +133,13 @@ class TrialStep:
 
     def _taken(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> list[float]:
         """When each of the step's products was finished, as far as it got."""
-        watched = self._executor.engine = WatchedEngine(engine, now_s, limit_s)
-        try:
-            self._step()
-            self._executor.weights_changed()
-        except _Over:
-            self._executor.forget_kept()
-        finally:
-            self._executor.engine = _NoDevices()
+        watched = WatchedEngine(engine, now_s, limit_s)
+        with self._executor.on(watched):
+            try:
+                self._step()
+                self._executor.weights_changed()
+            except _Over:
+                self._executor.forget_kept()
         return watched.finished_s
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from emulator.model.link import Links
 from emulator.model.performance import Models
-from ps.graph.executor import Executor, Spent
+from ps.graph.executor import Executor
 from ps.planning.planner import NONE_BUSY, NONE_REVISED, Integers, Level, Plan, Planner, Question, Request, without
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
@@ -62,9 +62,8 @@ def predict_step(
     devices. `models`: of the measured devices; `local`: device time per second of the executor's own work. The planner
     keeps the plans that it can reuse."""
     fleet = ModelledFleet(profiles, planner, absent, links, models, local, arithmetic)
-    real, executor.engine = executor.engine, fleet
     took: list[Prediction] = []
-    try:
+    with executor.on(fleet):
         while len(took) < min(steps, FORESEEN):
             begun_s, local_s = fleet.seconds(), fleet.local_s
             step()
@@ -72,9 +71,7 @@ def predict_step(
             took.append(Prediction(fleet.seconds() - begun_s, fleet.local_s - local_s))
             if len(took) > 1 and abs(took[-1].seconds / took[-2].seconds - 1) < ALIKE:
                 break
-        return Prediction(settled([one.seconds for one in took]), settled([one.local_s for one in took]))
-    finally:
-        executor.engine, executor.spent = real, Spent()
+    return Prediction(settled([one.seconds for one in took]), settled([one.local_s for one in took]))
 
 
 class ModelledFleet:

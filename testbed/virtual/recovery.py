@@ -185,7 +185,7 @@ class Product:
             heapq.heappush(self._due, (sent.due_s, sent.key))
             self.block_s.append(sent.due_s - self._fleet.now_s)
             self._owing.setdefault(sent.key[0], set()).add(sent.key[2])
-            self.cells[sent.key[2]] = sent.tile[1] * sent.tile[3] * sent.tile[5]
+            self.cells[sent.key[2]] = sent.box[1] * sent.box[3] * sent.box[5]
 
 
 def try_failure(

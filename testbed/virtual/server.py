@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +31,13 @@ from emulator.model.performance import Models
 from ps.planning.planner import Level, Planner
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
-    AcceptBlocks,
     BlocksLost,
     BlocksRecovered,
     BlocksReturned,
+    CancelBlocks,
     CheckJob,
     DevicesJoined,
     DevicesLeft,
-    Event,
     JobChecked,
     JobFinished,
     JobsSubmitted,
@@ -50,7 +49,7 @@ from ps.scheduling.events import (
     SuspendDevice,
     TimePassed,
 )
-from ps.scheduling.state import DONE as DONE_BLOCK
+from ps.scheduling.shell import Shell
 from ps.scheduling.state import REACTION_S
 from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance
 from ps.transport.jobs import Live, Product, Totals
@@ -71,7 +70,7 @@ FOREVER = float("inf")
 Answer = tuple[float, int, int, int, int, int, float]  # due, sequence, device, job, block, cells, computing seconds
 
 
-class VirtualServer:
+class VirtualServer(Shell[Sequence[Answer]]):
     def __init__(
         self,
         profiles: NDArray[np.void],
@@ -85,6 +84,7 @@ class VirtualServer:
         wait_s: float = FOREVER,
     ) -> None:
         """`absent` devices of the fleet are away at first. `links`, `models`: see emulator.model.device.Devices."""
+        super().__init__(Dispatcher(planner, verify=True))
         self.clock = clock or VirtualClock()
         self.totals, self.records = Totals(), Records()
         self.labels: list[str] = []  # per device, by id; a returning device gets a new id
@@ -94,7 +94,6 @@ class VirtualServer:
         self.notice: Callable[[str], None] = lambda text: None
         self._profiles, self._names = profiles, list(labels)
         self._devices = Devices(profiles, links, models)
-        self._dispatcher = Dispatcher(planner, verify=True)
         self._arithmetic = arithmetic
         self._fleet_of = np.empty(0, np.int64)  # by id: device of the fleet
         self._id_of: dict[int, int] = {}  # device of the fleet -> id, for present devices
@@ -123,7 +122,7 @@ class VirtualServer:
     @property
     def devices(self) -> int:
         """Number of devices that are present and take work."""
-        return sum(record.alive for record in self._dispatcher.devices)
+        return self._dispatcher.living
 
     @property
     def present(self) -> list[int]:
@@ -137,11 +136,11 @@ class VirtualServer:
     @property
     def absent(self) -> list[int]:
         """Ids that are gone."""
-        return [number for number, record in enumerate(self._dispatcher.devices) if not record.alive]
+        return self._dispatcher.gone
 
     @property
     def late_blocks_helped(self) -> int:
-        return self._dispatcher.rescues.begun
+        return self._dispatcher.speculative_copies
 
     def is_present(self, device: int) -> bool:
         return device in self._id_of
@@ -218,10 +217,8 @@ class VirtualServer:
             for product in products:
                 np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
         new = [Submission(job, p.request, p.critical, p.plan, p.kept) for job, p in numbered.items()]
-        instructions = self._dispatcher.handle(JobsSubmitted(new, ahead), self.clock.now_s)
-        for job, product in numbered.items():
-            self._jobs[job] = Live(product, self._dispatcher.jobs[job], np.zeros(0, np.uint64))
-        self._carry_out(instructions)
+        self._jobs.update((job, Live(product)) for job, product in numbered.items())
+        self._handle(JobsSubmitted(new, ahead))
 
     def forget(self, operands: Sequence[Operand]) -> None:
         self._handle(OperandsForgotten([operand.id for operand in operands]))
@@ -252,7 +249,7 @@ class VirtualServer:
         silent_s = self._silent[0][0] if self._silent else FOREVER
         thaw_s = self._thawing[0][0] if self._thawing else FOREVER
         inject_s = FOREVER if self._injector is None else self._begun_s + self._injector.next_s
-        look_s = max(self._looked_s + REACTION_S, self._dispatcher.deadlines.next_s)
+        look_s = max(self._looked_s + REACTION_S, self._dispatcher.next_look_s)
         now_s = min(answer_s, silent_s, thaw_s, inject_s, look_s)
         if now_s > self._silent_since_s + self._wait_s:
             raise WaitedInVain(
@@ -310,63 +307,38 @@ class VirtualServer:
 
     # ---- instructions
 
-    def _handle(self, event: Event, answers: Sequence[Answer] = ()) -> None:
-        self._carry_out(self._dispatcher.handle(event, self.clock.now_s), answers)
+    def _now_ns(self) -> int:
+        return self.clock.now_ns()
 
-    def _carry_out(self, instructions: Sequence[Any], answers: Sequence[Answer] = ()) -> None:
-        now_ns = self.clock.now_ns()
-        for instruction in instructions:
-            match instruction:
-                case SendBlocks():
-                    self._send(instruction, now_ns)
-                case AcceptBlocks(positions=positions):
-                    self._accept([answers[position] for position in positions], now_ns)
-                case JobFinished(job=job):
-                    self._finish(job)
-                case CheckJob(job=job):
-                    self._check(job)
-                case JobWaits(reason=reason):
-                    if not self._waits:
-                        self.notice(f"waiting for a device that can go on: {reason}")
-                    self._waits = reason
-                case SuspendDevice(device=device, reason=reason):
-                    self.notice(f"suspended {self.labels[device]}: {reason}")
-                    self.suspended[device] = reason
-                    self.attendance.departed[SUSPENDED] += 1
-                    self._barred.add(self.labels[device])
-                case NameStragglers(alone=alone):
-                    if alone:
-                        self._silent_since_s = min(self._silent_since_s, self.clock.now_s)
-                    self.notice(stragglers_named(instruction, self.labels))
-                case BlocksLost(loss=loss, devices=devices, blocks=blocks):
-                    self.records.lost(loss, devices, blocks, now_ns, now_ns)
-                case BlocksRecovered(loss=loss):
-                    self.records.recovered(loss, now_ns)
-        self.records.sent_again(now_ns)
+    def _dispatch_s(self, at_ns: int) -> float:
+        return self.clock.now_s  # exact, where nanoseconds are rounded
 
-    def _send(self, blocks: SendBlocks, now_ns: int) -> None:
-        rows = self._fleet_of[blocks.devices]
-        made = schedule(self._devices, rows, self._dispatcher.jobs, blocks, self.clock.now_s)
+    def _send_blocks(self, instruction: SendBlocks, at_ns: int) -> None:
+        rows = self._fleet_of[instruction.devices]
+        made = schedule(self._devices, rows, instruction, self.clock.now_s)
         due_s = np.maximum(made.due_s, self._frozen_until_s[rows]).tolist()
         self.totals.operand_bytes += int(made.down_bytes.sum())
-        for job, block in zip(blocks.jobs, blocks.blocks, strict=True):
-            self._jobs[job].sent(block, now_ns)
-        entries = zip(
+        for job, block in zip(instruction.jobs, instruction.blocks, strict=True):
+            self._jobs[job].sent(np.array([block], np.uint32), at_ns)
+        answers = zip(
             due_s,
             self._sequence,
-            blocks.devices,
-            blocks.jobs,
-            blocks.blocks,
+            instruction.devices,
+            instruction.jobs,
+            instruction.blocks,
             made.cells.tolist(),
             made.compute_s.tolist(),
             strict=False,  # the sequence is endless
         )
-        for entry in entries:
-            heapq.heappush(self._answers, entry)
+        for answer in answers:
+            heapq.heappush(self._answers, answer)
 
-    def _accept(self, answers: Sequence[Answer], now_ns: int) -> None:
+    def _cancel_blocks(self, instruction: CancelBlocks) -> None:
+        """The model has no way to stop a block: its answer comes and changes nothing."""
+
+    def _accept_blocks(self, returned: Sequence[Answer], positions: list[int]) -> None:
         rows = []
-        for due_s, _, device, job, block, cells, compute_s in answers:
+        for due_s, _, device, job, block, cells, compute_s in (returned[position] for position in positions):
             self.totals.flops += 2 * cells * self._jobs[job].product.shape.inner
             self.totals.result_bytes += 4 * cells
             rows.append((device, job, block, DONE, cells, compute_s, round(due_s * 1e9)))
@@ -374,21 +346,48 @@ class VirtualServer:
                 self._lies.setdefault(job, set()).add(block)
         self._silent_since_s = FOREVER
         self.totals.blocks += len(rows)
-        self.records.counted(np.array(rows, ANSWER), now_ns, now_ns)
+        self.records.counted(np.array(rows, ANSWER), self._now_ns(), self._now_ns())
 
-    def _check(self, job: int) -> None:
-        record = self._jobs[job].job
-        wrong = sorted(block for block in self._lies.pop(job, ()) if record.state[block] == DONE_BLOCK)
-        self.totals.checked_blocks += record.state.count(DONE_BLOCK)
+    def _check_job(self, instruction: CheckJob) -> None:
+        job, work = instruction.job, instruction.work
+        wrong = sorted(self._lies.pop(job, set()) & set(work.done.tolist()))
+        self.totals.checked_blocks += len(work.done)
         if wrong:  # they do not count
-            cells = int(np.prod(record.tiles[wrong][:, 1::2], axis=1).sum())
+            cells = int(np.prod(work.boxes[wrong][:, 1::2], axis=1).sum())
             self.totals.wrong_blocks += len(wrong)
             self.totals.blocks -= len(wrong)
             self.totals.flops -= 2 * cells * self._jobs[job].product.shape.inner
         self._handle(JobChecked(job, wrong))
 
-    def _finish(self, job: int) -> None:
+    def _job_finished(self, instruction: JobFinished) -> None:
+        job, boxes = instruction.job, instruction.work.boxes
         live = self._jobs.pop(job)
         product = live.product
-        self.records.finished(job, product.name, product.step, product.shape, live.job.tiles, live.stamps())
+        self.records.finished(job, product.name, product.step, product.shape, boxes, live.stamps(len(boxes)))
         product.done()
+
+    def _job_waits(self, instruction: JobWaits) -> None:
+        if not self._waits:
+            self.notice(f"waiting for a device that can go on: {instruction.reason}")
+        self._waits = instruction.reason
+
+    def _suspend_device(self, instruction: SuspendDevice) -> None:
+        label = self.labels[instruction.device]
+        self.notice(f"suspended {label}: {instruction.reason}")
+        self.suspended[instruction.device] = instruction.reason
+        self.attendance.departed[SUSPENDED] += 1
+        self._barred.add(label)
+
+    def _name_stragglers(self, instruction: NameStragglers) -> None:
+        if instruction.alone:
+            self._silent_since_s = min(self._silent_since_s, self.clock.now_s)
+        self.notice(stragglers_named(instruction, self.labels))
+
+    def _blocks_lost(self, instruction: BlocksLost, at_ns: int, planned_ns: int) -> None:
+        self.records.lost(instruction.loss, instruction.devices, instruction.blocks, at_ns, planned_ns)
+
+    def _blocks_recovered(self, instruction: BlocksRecovered) -> None:
+        self.records.recovered(instruction.loss, self._now_ns())
+
+    def _carried_out(self) -> None:
+        self.records.sent_again(self._now_ns())

@@ -16,8 +16,9 @@ from emulator.model.device import Devices
 from ps.planning.planner import Level, Planner, Request, Shape
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
-    AcceptBlocks,
     BlocksFailed,
+    BlocksLost,
+    BlocksRecovered,
     BlocksReturned,
     CancelBlocks,
     CheckJob,
@@ -28,23 +29,25 @@ from ps.scheduling.events import (
     JobFinished,
     JobsSubmitted,
     JobWaits,
+    NameStragglers,
     OperandsForgotten,
     SendBlocks,
     Submission,
     SuspendDevice,
     TimePassed,
 )
+from ps.scheduling.shell import Shell
 from testbed.virtual.modelled import schedule
 
 Key = tuple[int, int, int]  # device, job, block
-ROUNDING_S = 1e-9  # for sums of modelled seconds, added and subtracted in different orders
+ALL = True  # what is kept of answers here: nothing more than that they came
 KEPT_USES = 4  # expected number of uses of a kept slab
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     key: Key
-    tile: tuple[int, ...]  # batch, batches, row, rows, column, columns
+    box: tuple[int, ...]  # batch, batches, row, rows, column, columns
     due_s: float  # when its answer is back at the server, if nothing happens to it
 
 
@@ -59,6 +62,9 @@ class Outcome:
     suspended: list[int] = field(default_factory=list)
     cancelled: list[Key] = field(default_factory=list)  # another device was faster
     to_check: list[int] = field(default_factory=list)  # jobs with all blocks returned, to be verified
+    named: list[int] = field(default_factory=list)  # devices that live and do not answer
+    lost: list[BlocksLost] = field(default_factory=list)
+    recovered: list[int] = field(default_factory=list)  # losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class Work:
     kept: tuple[int | None, int | None] = (None, None)
 
 
-class VirtualFleet:
+class VirtualFleet(Shell[bool]):
     """`profiles`: every device that will ever join, in order of joining. `verify`: a job ends only once `checked`
     allows it. `history`: times of earlier blocks as multiples of the expected time; without it, the cost model alone
     decides what is overdue until enough blocks have returned."""
@@ -83,19 +89,19 @@ class VirtualFleet:
         verify: bool = False,
         history: Sequence[float] = (),
     ) -> None:
+        super().__init__(Dispatcher(planner or Planner(), verify, history))
         self.now_s = 0.0
         self.joined = 0
         self._profiles = profiles
-        self._dispatcher = Dispatcher(planner or Planner(), verify)
-        self._dispatcher.deadlines.returned(history, [1.0] * len(history))
+        self._outcome = Outcome()
         self._devices = Devices(profiles.copy())  # actual speeds; the profiles they announced do not change
 
     def join(self, count: int, newcomers: bool = False) -> Outcome:
         first, self.joined = self.joined, self.joined + count
-        return self._handle(DevicesJoined(first, self._profiles[first : self.joined], newcomers=newcomers))
+        return self._tell(DevicesJoined(first, self._profiles[first : self.joined], newcomers=newcomers))
 
     def leave(self, devices: Sequence[int]) -> Outcome:
-        return self._handle(DevicesLeft(list(devices)))
+        return self._tell(DevicesLeft(list(devices)))
 
     def submit(self, works: Sequence[Work], more_to_come: bool = False) -> Outcome:
         """`more_to_come`: as many products, all critical, come before any product waits for the deferred ones
@@ -110,29 +116,29 @@ class VirtualFleet:
             for work in works
         ]
         more = Level(tuple(Request(work.shape) for work in works))
-        return self._handle(JobsSubmitted(new, (more,) if more_to_come else ()))
+        return self._tell(JobsSubmitted(new, (more,) if more_to_come else ()))
 
     def forget(self, operands: Sequence[int]) -> Outcome:
-        return self._handle(OperandsForgotten(list(operands)))
+        return self._tell(OperandsForgotten(list(operands)))
 
     def answer(self, keys: Sequence[Key]) -> Outcome:
-        return self._handle(BlocksReturned(*_columns(keys)))
+        return self._tell(BlocksReturned(*_columns(keys)))
 
     def refuse(self, keys: Sequence[Key]) -> Outcome:
-        return self._handle(BlocksFailed(*_columns(keys)))
+        return self._tell(BlocksFailed(*_columns(keys)))
 
     def checked(self, job: int, wrong: Sequence[int]) -> Outcome:
         """These blocks of the job are wrong."""
-        return self._handle(JobChecked(job, list(wrong)))
+        return self._tell(JobChecked(job, list(wrong)))
 
     def look(self) -> Outcome:
         """The server checks the clock: is anything overdue?"""
-        return self._handle(TimePassed())
+        return self._tell(TimePassed())
 
     @property
     def next_look_s(self) -> float:
         """When something may be overdue; infinity if nothing ever will be."""
-        return self._dispatcher.deadlines.next_s
+        return self._dispatcher.next_look_s
 
     def slow(self, device: int, factor: float) -> None:
         """From now on the device is slower than its profile."""
@@ -148,50 +154,61 @@ class VirtualFleet:
         return int((self._dispatcher.profiles != self._profiles[: self.joined]).sum())
 
     def block_count(self, job: int) -> int:
-        """Blocks that an unfinished job has ever been cut into; the next block gets this number."""
-        return len(self._dispatcher.jobs[job].state)
+        """Blocks that an unfinished job has been cut into so far; the next one gets this number."""
+        return self._dispatcher.block_count(job)
 
     def left_behind(self) -> str:
         """What the dispatcher still holds of jobs and kept slabs; empty once all are over and forgotten."""
-        busy = {i: repr(d) for i, d in enumerate(self._dispatcher.devices) if not d.idle or d.kept_bytes}
-        late = {
-            i: d.waiting
-            for i, d in enumerate(self._dispatcher.devices)
-            if d.idle and max(abs(d.waiting.down_s), abs(d.waiting.compute_s), abs(d.waiting.up_s)) > ROUNDING_S
-        }
-        rest: dict[str, object] = {"jobs": list(self._dispatcher.jobs), "busy": busy, "backlog": late}
-        rest |= {"orphans": self._dispatcher._orphans, "waiting": self._dispatcher._waiting_total}
-        rest["losses"] = self._dispatcher._losses
-        rest["suspects"] = [d for d in self._dispatcher._suspects if not self._dispatcher.devices[d].alive]
-        return ", ".join(f"{name} {value}" for name, value in rest.items() if value)
+        return self._dispatcher.left_behind()
 
-    def _handle(self, event: Event) -> Outcome:
-        outcome = Outcome()
-        for instruction in self._dispatcher.handle(event, self.now_s):
-            match instruction:
-                case SendBlocks():
-                    outcome.sent += self._sent(instruction)
-                case AcceptBlocks(positions=positions):
-                    outcome.accepted += positions
-                case JobFinished(job=job):
-                    outcome.finished.append(job)
-                case JobWaits(job=job):
-                    outcome.waiting.append(job)
-                case SuspendDevice(device=device):
-                    outcome.suspended.append(device)
-                case CancelBlocks(devices=devices, jobs=jobs, blocks=blocks):
-                    outcome.cancelled += zip(devices, jobs, blocks, strict=True)
-                case CheckJob(job=job):
-                    outcome.to_check.append(job)
-        return outcome
+    def _tell(self, event: Event) -> Outcome:
+        self._outcome = Outcome()
+        self._handle(event, ALL)
+        return self._outcome
 
-    def _sent(self, blocks: SendBlocks) -> list[Sent]:
-        made = schedule(self._devices, np.array(blocks.devices), self._dispatcher.jobs, blocks, self.now_s)
-        keys = zip(blocks.devices, blocks.jobs, blocks.blocks, strict=True)
-        return [
-            Sent(key, tuple(tile), due)
-            for key, tile, due in zip(keys, made.tiles.tolist(), made.due_s.tolist(), strict=True)
+    # ---- instructions
+
+    def _now_ns(self) -> int:
+        return round(1e9 * self.now_s)
+
+    def _dispatch_s(self, at_ns: int) -> float:
+        return self.now_s  # exact, where nanoseconds are rounded
+
+    def _send_blocks(self, instruction: SendBlocks, at_ns: int) -> None:
+        made = schedule(self._devices, np.array(instruction.devices), instruction, self.now_s)
+        keys = zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True)
+        self._outcome.sent += [
+            Sent(key, tuple(box), due)
+            for key, box, due in zip(keys, instruction.boxes, made.due_s.tolist(), strict=True)
         ]
+
+    def _accept_blocks(self, returned: bool, positions: list[int]) -> None:
+        self._outcome.accepted += positions
+
+    def _cancel_blocks(self, instruction: CancelBlocks) -> None:
+        keys = zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True)
+        self._outcome.cancelled += keys
+
+    def _check_job(self, instruction: CheckJob) -> None:
+        self._outcome.to_check.append(instruction.job)
+
+    def _job_finished(self, instruction: JobFinished) -> None:
+        self._outcome.finished.append(instruction.job)
+
+    def _job_waits(self, instruction: JobWaits) -> None:
+        self._outcome.waiting.append(instruction.job)
+
+    def _suspend_device(self, instruction: SuspendDevice) -> None:
+        self._outcome.suspended.append(instruction.device)
+
+    def _name_stragglers(self, instruction: NameStragglers) -> None:
+        self._outcome.named += instruction.devices
+
+    def _blocks_lost(self, instruction: BlocksLost, at_ns: int, planned_ns: int) -> None:
+        self._outcome.lost.append(instruction)
+
+    def _blocks_recovered(self, instruction: BlocksRecovered) -> None:
+        self._outcome.recovered.append(instruction.loss)
 
 
 def _columns(keys: Sequence[Key]) -> tuple[list[int], list[int], list[int]]:

@@ -1,0 +1,287 @@
+"""Attacks by devices that claim more than they can do: what a device gets follows from what it delivers, and no claim
+gets it more than a stated part of a product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from plan_checks import assert_covers_exactly_once
+from processes import FAST, LIMIT_S, Multiplication, pod
+
+from agent.protocol.profile import MAX_RATE, Profile, pack_profiles
+from emulator.model.fleet import uniform_fleet
+from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.share_cap import NO_CAP, YIELDING, Cap
+from ps.planning.trial_blocks import with_trial_blocks
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import BlocksReturned, DevicesJoined, JobsSubmitted, SendBlocks, Submission, TimePassed
+from ps.scheduling.newcomers import GROWTH, IN_TIME, START, Newcomers, typical_rates
+from ps.scheduling.slowness import ANSWERS, Slowness
+from testbed.virtual.world import VirtualFleet, Work
+
+if TYPE_CHECKING:
+    from conftest import Serve, Start
+
+HONEST = Profile(5e9, 1e-4, 5e7, 2e7, 0.01, 1 << 34, 16)
+BOASTS = replace(HONEST, flops=MAX_RATE, down_bps=MAX_RATE, up_bps=MAX_RATE)
+SHAPE = Shape(1, 600, 256, 600)
+LIAR = """
+import sys, time
+import agent.protocol.profile, agent.compute.kernels
+honest, product = agent.protocol.profile.Profile, agent.compute.kernels.NumpyKernel.product
+agent.protocol.profile.Profile = lambda **claims: honest(**(claims | {"flops": 1e15}))
+def slowly(self, left, right):
+    time.sleep(left.size * right.shape[-1] * 2 / 5e7)
+    return product(self, left, right)
+agent.compute.kernels.NumpyKernel.product = slowly
+import agent.__main__
+sys.exit(agent.__main__.main(sys.argv[1:]))
+"""
+
+
+class Fleet:
+    """Honest devices that are known, and one more, which is as fast as they are and claims everything."""
+
+    def __init__(self, honest: int, newcomers: bool) -> None:
+        profiles = pack_profiles([*[HONEST] * honest, BOASTS])
+        self.liar = honest
+        self._fleet = VirtualFleet(profiles)
+        self._fleet._devices.profiles[:] = pack_profiles([HONEST] * (honest + 1))  # what they can do
+        self._fleet.join(honest)
+        self._fleet.join(1, newcomers=newcomers)
+        self._job = 0
+
+    def multiply(self) -> tuple[float, float]:
+        """The liar's part of the cells that were sent, and how long the product took."""
+        begun_s, cells = self._fleet.now_s, np.zeros(self.liar + 1)
+        due: dict[tuple[int, int, int], float] = {}
+        outcome = self._fleet.submit([Work(self._job, SHAPE)])
+        self._job += 1
+        while True:
+            for key in outcome.cancelled:
+                due.pop(key, None)
+            for sent in outcome.sent:
+                due[sent.key] = sent.due_s
+                cells[sent.key[0]] += sent.box[1] * sent.box[3] * sent.box[5]
+            if outcome.finished:
+                return float(cells[self.liar] / cells.sum()), self._fleet.now_s - begun_s
+            key = min(due, key=due.__getitem__)
+            if due[key] > self._fleet.next_look_s:
+                self._fleet.now_s = max(self._fleet.now_s, self._fleet.next_look_s)
+                outcome = self._fleet.look()
+            else:
+                self._fleet.now_s = max(self._fleet.now_s, due.pop(key))
+                outcome = self._fleet.answer([key])
+            self._fleet.check()
+
+
+def test_a_newcomer_that_claims_everything_gets_next_to_nothing_first_and_a_fair_part_later() -> None:
+    fleet, honest = Fleet(8, newcomers=True), Fleet(8, newcomers=True)
+    honest._fleet._dispatcher._beliefs.claims[8] = pack_profiles([HONEST])[0]
+    parts, seconds = zip(*[fleet.multiply() for _ in range(30)], strict=True)
+    _, without_s = zip(*[honest.multiply() for _ in range(30)], strict=True)
+    assert max(parts[:2]) <= 0.05
+    assert max(parts) <= 0.25, "also while it is tried out how much it can do"
+    assert 0.05 <= np.median(parts[10:]) <= 0.25, "a ninth would be fair"
+    assert sum(seconds) <= 1.25 * sum(without_s)
+
+
+def test_a_known_device_that_claims_everything_is_corrected_without_bound() -> None:
+    fleet = Fleet(8, newcomers=False)
+    parts, seconds = zip(*[fleet.multiply() for _ in range(40)], strict=True)
+    assert np.median(parts[-10:]) <= 0.4, "all of every product before"
+    assert np.median(seconds[-10:]) < 0.5 * max(seconds)
+
+
+def test_the_correction_of_a_profile_has_no_bound() -> None:
+    slowness = Slowness()
+    slowness.overtaken(0, 4.0)
+    for _ in range(10 * ANSWERS):
+        slowness.answered(0, 100.0)
+    assert slowness.factor[0] > 1e9
+    for _ in range(100 * ANSWERS):
+        slowness.answered(0, 100.0)
+    assert slowness.factor[0] == MAX_RATE
+    for _ in range(10 * ANSWERS):
+        slowness.answered(0, 0.01)
+    assert slowness.take_changes() == {0: 1.0}, "and back again"
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1e6), st.booleans()), max_size=60))
+def test_a_newcomer_is_never_believed_more_than_it_claims_nor_more_than_it_has_shown(
+    blocks: list[tuple[float, bool]],
+) -> None:
+    told, newcomers, reached = pack_profiles([BOASTS]), Newcomers(), START
+    newcomers.begin(0, (1e9, 1e6, 1e6))
+    for job, (ratio, in_time) in enumerate(blocks):
+        if 0 not in newcomers.beliefs:
+            break
+        newcomers.answered(0, job, min(ratio, IN_TIME) if in_time else ratio)
+        newcomers.finished(job)
+        reached = reached * GROWTH if in_time or ratio <= IN_TIME else reached
+        assert newcomers.beliefs[0].times <= reached * (1 + 1e-9)
+        rates = newcomers.beliefs[0].rates((MAX_RATE, MAX_RATE, 2e6))
+        assert all(0 < rate <= claim for rate, claim in zip(rates, (MAX_RATE, MAX_RATE, 2e6), strict=True))
+        newcomers.take_changes(told)
+
+
+def test_what_was_not_found_right_makes_nobody_believed_more() -> None:
+    newcomers = Newcomers()
+    newcomers.begin(0, (1e9, 1e6, 1e6))
+    newcomers.answered(0, 7, 0.5)
+    assert newcomers.beliefs[0].times == START, "the product is not checked yet"
+    newcomers.finished(7)
+    assert newcomers.beliefs[0].times == START * GROWTH
+
+
+def test_of_two_devices_the_claim_of_one_is_not_typical() -> None:
+    assert typical_rates(pack_profiles([BOASTS, HONEST]), [0, 1]) == (HONEST.flops, HONEST.down_bps, HONEST.up_bps)
+
+
+def test_newcomers_alone_share_by_what_they_claim_and_one_gets_everything() -> None:
+    for count in (1, 2, 5):
+        dispatcher, planner = Dispatcher(Planner()), Planner()
+        profiles = pack_profiles([HONEST] * count)
+        dispatcher.handle(DevicesJoined(0, profiles, newcomers=True))
+        (sent,) = [
+            i
+            for i in dispatcher.handle(JobsSubmitted([Submission(0, Request(SHAPE), True)]))
+            if isinstance(i, SendBlocks)
+        ]
+        dispatcher.check()
+        (usual,) = planner.plan([Request(SHAPE)], profiles, np.arange(count))
+        assert set(sent.devices) == set(usual.device.tolist())
+
+
+def test_a_silent_newcomer_gets_one_small_block_and_then_nothing_for_ever_longer() -> None:
+    dispatcher = Dispatcher(Planner())
+    dispatcher.handle(DevicesJoined(0, pack_profiles([HONEST] * 6)), 0.0)
+    dispatcher.handle(DevicesJoined(6, pack_profiles([BOASTS]), newcomers=True), 0.0)
+    now_s, cells, given_at = 0.0, 0, []
+    for job in range(60):
+        out = dispatcher.handle(JobsSubmitted([Submission(job, Request(SHAPE), True)]), now_s)
+        while job in dispatcher._state.jobs:
+            flying = [(d, *key) for d in range(6) for key in dispatcher._state.devices[d].in_flight]
+            sent = [i for i in out if isinstance(i, SendBlocks)]
+            if any(6 in i.devices for i in sent):
+                given_at.append(now_s)
+                cells += sum(
+                    int(np.prod(dispatcher._state.jobs[j].tiles[b][1::2]))
+                    for i in sent
+                    for d, j, b in zip(i.devices, i.jobs, i.blocks, strict=True)
+                    if d == 6
+                )
+            if flying:
+                now_s += 0.05
+                out = dispatcher.handle(BlocksReturned(*map(list, zip(*flying, strict=True))), now_s)
+            else:
+                now_s = max(now_s, dispatcher._deadlines.next_s)
+                out = dispatcher.handle(TimePassed(), now_s)
+            dispatcher.check()
+        now_s += 2.0
+    assert cells <= 0.02 * 60 * SHAPE.cells
+    pauses = np.diff(given_at)
+    assert len(given_at) <= 6, "in two minutes"
+    assert (np.diff(pauses) > 0).all()
+
+
+# ---- probes
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(2, 300), st.integers(1, 64), st.integers(2, 300))
+def test_a_plan_with_probes_covers_every_cell_once_and_no_probe_is_large(
+    seed: int, batch: int, rows: int, inner: int, columns: int
+) -> None:
+    shape = Shape(batch, rows, inner, columns)
+    profiles = uniform_fleet("extreme", 12, seed=seed)
+    (plan,) = Planner().plan([Request(shape)], profiles, np.arange(9))
+    probed = with_trial_blocks(plan, shape, profiles, [9, 10, 11])
+    assert_covers_exactly_once(probed, shape)
+    for device in (9, 10, 11):
+        mine = probed.tiles[probed.device == device]
+        assert len(mine) <= 1
+        assert mine[:, 1::2].prod(axis=1).sum() <= 0.25 * shape.cells + 1
+
+
+# ---- a capped part
+
+
+def parts(plan: Plan, shape: Shape) -> NDArray[np.float64]:
+    cells = np.bincount(plan.device, plan.tiles[:, 1::2].prod(axis=1))
+    return np.asarray(cells / shape.cells)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.1, 0.25, 0.5]), st.sampled_from(["packed", "grid"]))
+def test_a_strict_cap_holds_whatever_devices_claim(seed: int, share: float, kind: str) -> None:
+    shape = Shape(1, 400, 64, 500)
+    profiles = uniform_fleet("extreme", 30, seed=seed)
+    profiles["flops"][3] = profiles["down_bps"][3] = profiles["up_bps"][3] = MAX_RATE
+    planner = Planner(kind, Cap(share, strict=True))  # type: ignore[arg-type]
+    (plan,) = planner.plan([Request(shape)], profiles, np.arange(30))
+    assert_covers_exactly_once(plan, shape)
+    assert parts(plan, shape).max() <= share + 500 / shape.cells
+
+
+def test_a_cap_that_binds_nobody_changes_nothing() -> None:
+    profiles, able = uniform_fleet("paper", 60, seed=1), np.arange(60)
+    requests = [Request(Shape(1, 256, 64, 256)), Request(Shape(1, 128, 512, 256))]
+    for asked in (requests[:1], requests):
+        usual, same = (Planner("packed", cap).plan(asked, profiles, able) for cap in (NO_CAP, Cap(0.9, strict=True)))
+        for one, other in zip(usual, same, strict=True):
+            assert one.tiles.tobytes() == other.tiles.tobytes()
+            assert one.device.tobytes() == other.device.tobytes()
+            assert one.makespan_s == other.makespan_s
+
+
+def test_the_default_yields_where_the_others_are_not_able() -> None:
+    """A fast laptop and seven slow phones: half of it by the phones would take several times as long."""
+    laptop = replace(HONEST, flops=5e11, down_bps=1e9, up_bps=1e9, latency_s=0.001)
+    profiles, able, request = pack_profiles([laptop, *[HONEST] * 7]), np.arange(8), Request(SHAPE)
+    (usual,) = Planner().plan([request], profiles, able)
+    (same,) = Planner("packed", YIELDING).plan([request], profiles, able)
+    (strict,) = Planner("packed", Cap(0.5, strict=True)).plan([request], profiles, able)
+    assert parts(usual, SHAPE)[0] > 0.8
+    assert same.makespan_s == usual.makespan_s
+    assert parts(strict, SHAPE)[0] <= 0.5 + 600 / SHAPE.cells
+    assert strict.makespan_s > 1.5 * usual.makespan_s
+
+
+def test_the_default_binds_where_the_others_are_able() -> None:
+    rich = replace(HONEST, flops=6.4 * HONEST.flops, down_bps=6.4 * HONEST.down_bps, up_bps=6.4 * HONEST.up_bps)
+    profiles, able, request = pack_profiles([rich, *[HONEST] * 6]), np.arange(7), Request(Shape(1, 2000, 64, 2000))
+    (usual,) = Planner().plan([request], profiles, able)
+    (bound,) = Planner("packed", YIELDING).plan([request], profiles, able)
+    assert parts(usual, request.shape)[0] > 0.5
+    assert parts(bound, request.shape)[0] <= 0.5 + 2000 / request.shape.cells
+    assert bound.makespan_s <= 1.05 * usual.makespan_s
+
+
+# ---- a real agent
+
+
+def test_a_real_agent_that_claims_everything_gets_little_first_and_does_not_hold_up_the_others(
+    start: Start, serve: Serve
+) -> None:
+    """It computes 50 MFLOP/s, and says that it is 1e15."""
+    server = serve()
+    pod(start, server, 8, "model")
+    liar = start("-c", LIAR, "--ps", server.address, "--name", "boaster", *FAST)
+    liar.expect("kernel")
+    assert server.wait_for_devices(9, LIMIT_S)
+    shares, counted = [], 0
+    for seed in range(12):
+        Multiplication(server, (1, 256, 128, 256), seed=seed).check()
+        columns = server.records.columns()
+        cells = (columns["batches"] * columns["rows"] * columns["columns"])[counted:]
+        device = columns["device"][counted:]
+        counted += len(cells)
+        shares.append(float(cells[device == 8].sum() / cells.sum()))
+    assert max(shares[:2]) <= 0.05
+    most = GROWTH / (8 + GROWTH)  # one step of growth beyond the fair part of a typical device
+    assert max(shares) <= most, "all of every product before"
+    assert float(server.profiles["flops"][8]) < MAX_RATE

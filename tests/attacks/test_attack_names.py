@@ -1,0 +1,212 @@
+"""Names of connections, which ZeroMQ lets a client choose: nobody ends the server with one, or takes another's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+from places import HELPERS
+from processes import LIMIT_S, Stranger
+
+from agent.identity.keys import Curve, Keys
+from agent.protocol.entrance import enter
+from agent.protocol.wire import Hello, Probe, Ticket, decode, encode
+from ps.access.access_file import AccessFile
+from ps.access.access_list import invite
+from ps.access.admission import HANDSHAKES
+from ps.access.guard import MOST_SILENT
+from ps.transport.server import Server
+
+LONE_SERVER = str(HELPERS / "lone_server.py")
+# where the names of an unseeded libzmq begin: of the first ROUTER of a process, and of the second
+FIRST, SECOND = 0x6B8B4567, 0x2AE8944A
+HELLO = [bytes(frame) for frame in encode(Hello("evil"))]
+PROBE = [bytes(frame) for frame in encode(Probe(1, 0, b""))]
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lone:
+    address: str
+    enrolment: str
+    key: str
+    data: str
+    password: str
+    process: subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def lone_server(folder: Path, *options: str) -> Iterator[Lone]:
+    command = [sys.executable, LONE_SERVER, str(folder), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield Lone(**json.loads(process.stdout.readline()), process=process)
+        finally:
+            process.stdin.close()
+            process.wait(LIMIT_S)
+
+
+def chosen(number: int) -> bytes:
+    return b"\0" + (number % 2**32).to_bytes(4, "big")
+
+
+def line(context: Context, where: str, name: bytes = b"", curve: str = "") -> zmq.Socket[bytes]:
+    opened = context.socket(zmq.DEALER)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.RECONNECT_IVL, -1)
+    if name:
+        opened.setsockopt(zmq.ROUTING_ID, name)
+    if curve:
+        Curve(curve, Keys.new()).apply(opened)
+    opened.connect(where)
+    return opened
+
+
+def at_the_entrance(lone: Lone, context: Context, name: bytes) -> zmq.Socket[bytes]:
+    opened = line(context, lone.address, name)
+    opened.send_multipart(HELLO)
+    return opened
+
+
+def at_the_encrypted_entrance(lone: Lone, context: Context, name: bytes) -> zmq.Socket[bytes]:
+    opened = line(context, lone.enrolment, name, lone.key)
+    opened.send_multipart(HELLO)
+    return opened
+
+
+def at_the_data_port(lone: Lone, context: Context, name: bytes) -> zmq.Socket[bytes]:
+    where, credentials = enter(context, lone.address, "evil")
+    opened = context.socket(zmq.DEALER)
+    opened.setsockopt(zmq.LINGER, 0)
+    opened.setsockopt(zmq.RECONNECT_IVL, -1)
+    credentials.apply(opened)
+    if name:
+        opened.setsockopt(zmq.ROUTING_ID, name)
+    opened.connect(where)
+    opened.send_multipart(PROBE)
+    return opened
+
+
+Door = Callable[[Lone, Context, bytes], "zmq.Socket[bytes]"]
+DOORS: list[tuple[Door, tuple[str, ...]]] = [
+    (at_the_entrance, ("predictable",)),
+    (at_the_encrypted_entrance, ("predictable",)),
+    (at_the_data_port, ()),
+]
+
+
+@pytest.mark.parametrize(("door", "options"), DOORS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_name_that_the_server_will_give_does_not_end_it(
+    nothing_left_behind: None, tmp_path: Path, door: Door, options: tuple[str, ...]
+) -> None:
+    """Names that the next connections would get are held, and then connections come until theirs would be given. At the
+    entrance that is harmless even if the attacker knows them all; at the data port it does not."""
+    with lone_server(tmp_path, *options) as lone, zmq.Context() as context:
+        held = [door(lone, context, chosen(first + 8 + n)) for first in (FIRST, SECOND) for n in range(4)]
+        time.sleep(0.3)
+        for _ in range(24):
+            caller = door(lone, context, b"")
+            held.append(caller)
+            assert caller.poll(int(1000 * LIMIT_S)), "no answer: it is dead"
+        assert lone.process.poll() is None
+        for opened in held:
+            opened.close()
+
+
+def test_who_speaks_under_a_name_of_the_future_is_not_heard(nothing_left_behind: None, tmp_path: Path) -> None:
+    """Not even if the guess is right, because the number that the server has reached is known to it."""
+    with lone_server(tmp_path, "predictable") as lone, zmq.Context() as context:
+        evil = at_the_data_port(lone, context, chosen(FIRST + 1000))
+        ended = evil.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        assert ended.poll(int(1000 * LIMIT_S)), "it may stay"
+        assert not evil.poll(0), "it was answered"
+        honest = at_the_data_port(lone, context, b"")
+        assert honest.poll(int(1000 * LIMIT_S))
+        assert isinstance(decode(honest.recv_multipart()), Probe)
+        evil.disable_monitor()
+        for opened in (ended, evil, honest):
+            opened.close(linger=0)
+
+
+def test_first_names_are_not_those_of_another_process(nothing_left_behind: None) -> None:
+    firsts = set()
+    for _ in range(3):
+        server = Server().start()
+        firsts.add(server._routing_ids._first)
+        server.stop()
+    assert len(firsts) == 3
+    assert FIRST not in firsts
+
+
+def test_few_are_let_in_and_say_nothing(nothing_left_behind: None) -> None:
+    """Each holds a name, which may be chosen; so on this machine there are few such connections at a time."""
+    server = Server().start()
+    server.notice = lambda text: None
+    try:
+        with zmq.Context() as context, contextlib.ExitStack() as kept:
+            events = []
+            for _ in range(3 * MOST_SILENT):
+                where, credentials = enter(context, server.address, "evil")
+                silent = kept.enter_context(context.socket(zmq.DEALER))
+                silent.setsockopt(zmq.RECONNECT_IVL, -1)
+                credentials.apply(silent)
+                events.append(kept.enter_context(silent.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
+                kept.callback(silent.disable_monitor)
+                silent.connect(where)
+            deadline_s = time.monotonic() + 3.0  # less than any of them may stay alone
+            while sum(bool(event.poll(0)) for event in events) < 2 * MOST_SILENT:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            honest = Stranger(server)
+            honest.join()
+            honest.close()
+    finally:
+        server.stop()
+
+
+def test_one_key_does_not_connect_again_and_again(nothing_left_behind: None, tmp_path: Path) -> None:
+    access = AccessFile(tmp_path / "server")
+    access.change(lambda book: (invite(book, "i", "token", 1, 1e5, time.time()), None))
+    server = Server(listen=["tcp://127.0.0.1:0"], access=access).start()
+    server.notice = lambda text: None
+    keys = Keys.new()
+    try:
+        with zmq.Context() as context, contextlib.ExitStack() as kept:
+
+            def opened(where: str) -> zmq.Socket[bytes]:
+                fresh = kept.enter_context(context.socket(zmq.DEALER))
+                fresh.setsockopt(zmq.LINGER, 0)
+                fresh.setsockopt(zmq.RECONNECT_IVL, -1)
+                Curve(server.public_key, keys).apply(fresh)
+                fresh.connect(where)
+                return fresh
+
+            enrolling = opened(server.enrolment_addresses[0])
+            enrolling.send_multipart([bytes(frame) for frame in encode(Hello("evil", "token"))])
+            assert enrolling.poll(int(1000 * LIMIT_S))
+            assert isinstance(decode(enrolling.recv_multipart()), Ticket)
+            many = 2 * int(HANDSHAKES[0])
+            succeeded = []
+            for _ in range(many):
+                fresh = kept.enter_context(context.socket(zmq.DEALER))
+                fresh.setsockopt(zmq.RECONNECT_IVL, -1)
+                Curve(server.public_key, keys).apply(fresh)
+                succeeded.append(kept.enter_context(fresh.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)))
+                kept.callback(fresh.disable_monitor)
+                fresh.connect(server.public_addresses[0])
+            time.sleep(2.0)
+            count = sum(bool(event.poll(0)) for event in succeeded)
+            assert HANDSHAKES[0] <= count <= HANDSHAKES[0] + 5
+    finally:
+        server.stop()
+    assert server.error is None

@@ -1,0 +1,287 @@
+"""Attacks by devices that live and do not answer, or answer just late enough: none of them holds up a product for good,
+or changes what is normal for the others."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import LIMIT_S, Multiplication, Stranger, grid, pod
+from virtual_products import multiply
+
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import Heartbeat
+from ps.planning.planner import Planner, Shape
+from ps.scheduling.deadlines import AGAIN, BEYOND, ENOUGH, MOST_OUTLIERS, OUTLIER, Deadlines
+from testbed.faults.chaos import replay
+from testbed.faults.chaos_world import COMMON
+from testbed.faults.inject import Injection, Injector
+from testbed.runs.fleets import make_fleet
+from testbed.runs.scenario import load_scenario
+from testbed.virtual.pods import VirtualPods
+from testbed.virtual.server import VirtualServer
+from testbed.virtual.world import VirtualFleet, Work
+
+if TYPE_CHECKING:
+    from conftest import Serve, Start, Until
+
+COUNT = 13
+PRODUCTS = [(512, 128, 384), (512, 384, 128), (512, 128, 512), (128, 512, 512)] * 3
+CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
+
+
+# ---- devices that never answer
+
+
+def seconds(mute: tuple[int, ...] = (), absent: tuple[int, ...] = ()) -> tuple[float, list[str]]:
+    """How long 13 devices of the quickstart take, in virtual time, and what people are told meanwhile."""
+    scenario = load_scenario("quickstart", {"fleet.devices": str(COUNT)})
+    fleet = make_fleet(scenario.fleet, scenario.links, scenario.seed)
+    server = VirtualServer(fleet.profiles, fleet.labels, Planner(), absent, links=fleet.links)
+    told: list[str] = []
+    server.notice = told.append
+    with server.injecting(Injector(VirtualPods(server, 2), [Injection(0.0, "mute", mute)] if mute else [])):
+        for product in PRODUCTS:  # one after another, as in training
+            multiply(server, [product])
+    return server.clock.now_s, told
+
+
+@pytest.mark.parametrize("mute", [(5,), (1, 5, 8, 12)])
+def test_who_is_silent_from_the_first_block_on_costs_less_than_half_as_much_again(mute: tuple[int, ...]) -> None:
+    healthy_s, _ = seconds()
+    without_s, _ = seconds(absent=mute)
+    took_s, told = seconds(mute)
+    assert took_s <= 1.5 * min(healthy_s, without_s)
+    named = [text for text in told if "not answered a block" in text]
+    assert len(named) <= len(mute), "once per device"
+    assert all("others compute it too" in text for text in named)
+    assert named
+
+
+@pytest.mark.parametrize("silent", [1, 3])
+def test_a_real_connection_that_heartbeats_and_never_answers_does_not_hold_up_a_product(
+    silent: int, start: Start, serve: Serve
+) -> None:
+    server = serve()
+    told: list[str] = []
+    server.notice = told.append
+    pod(start, server, 9)
+    strangers = [Stranger(server) for _ in range(silent)]
+    try:
+        for stranger in strangers:
+            stranger.join()
+        devices = list(range(9 + silent))
+        product = Multiplication(
+            server, (1, 96, 32, 96), grid(96, 96, 16, devices)
+        )  # 36 blocks: less than ever is enough
+        limit_s = time.monotonic() + LIMIT_S
+        while not product.done.wait(0.2) and time.monotonic() < limit_s:
+            for stranger in strangers:
+                stranger.send(Heartbeat())
+        product.check(limit_s=0.0)
+        assert server.devices == 9 + silent, "they live"
+        assert any("stranger" in text and "not answered a block" in text for text in told)
+        for seed in range(3):  # and they get nothing more that anything waits for
+            Multiplication(server, (1, 96, 32, 96), seed=seed).check(limit_s=5.0)
+            for stranger in strangers:
+                stranger.send(Heartbeat())
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize("latency_s", [0.2, 5.0, 60.0])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_a_silent_newcomer_that_claims_to_be_far_away_holds_nothing_up(
+    latency_s: float, warm: bool, start: Start, serve: Serve
+) -> None:
+    """A latency is a claim, too: with an hour of it one block was out for eight hours."""
+    server = serve()
+    pod(start, server, 9)
+    for seed in range(20 if warm else 0):
+        Multiplication(server, (1, 96, 32, 96), seed=seed).check()
+    stranger = Stranger(server)
+    try:
+        stranger.join(latency_s=latency_s)
+        for seed in range(3):
+            product = Multiplication(server, (1, 96, 32, 96), seed=seed)
+            limit_s = time.monotonic() + 5.0
+            while not product.done.wait(0.2) and time.monotonic() < limit_s:
+                stranger.send(Heartbeat())
+            product.check(limit_s=0.0)
+        assert server.devices == 10
+    finally:
+        stranger.close()
+
+
+def test_an_honest_newcomer_that_is_far_away_costs_the_others_nothing() -> None:
+    near = Profile(5e9, 1e-4, 5e7, 2e7, 0.01, 1 << 34, 16)
+    far = replace(near, latency_s=5.0)
+
+    def seconds_of(profiles: list[Profile]) -> float:
+        fleet = VirtualFleet(pack_profiles(profiles))
+        fleet.join(12)
+        if len(profiles) > 12:
+            fleet.join(1, newcomers=True)
+        for job in range(6):
+            finish(fleet, Work(job, Shape(1, 600, 256, 600)))
+        return fleet.now_s
+
+    assert seconds_of([*[near] * 12, far]) <= 1.01 * seconds_of([near] * 12)
+
+
+def finish(fleet: VirtualFleet, work: Work) -> None:
+    """Let time pass until the product is done."""
+    outcome, due = fleet.submit([work]), dict[tuple[int, int, int], float]()
+    while True:
+        due |= {sent.key: sent.due_s for sent in outcome.sent}
+        for key in outcome.cancelled:
+            due.pop(key, None)
+        if work.job in outcome.finished:
+            return
+        key = min(due, key=due.__getitem__)
+        if due[key] > fleet.next_look_s:
+            fleet.now_s = max(fleet.now_s, fleet.next_look_s)
+            outcome = fleet.look()
+        else:
+            fleet.now_s = max(fleet.now_s, due.pop(key))
+            outcome = fleet.answer([key])
+        fleet.check()
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+@pytest.mark.parametrize("at", ["0 s", "0.5 s"])
+def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_there_is(
+    clock: str, at: str, start: Start, tmp_path: Path
+) -> None:
+    """From the first block on, and after some were answered: all live, and all hang."""
+    small = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+    fault = f'[{{at = "{at}", do = "mute", devices = 3}}]'
+    patience = ("--set", "training.wait_for_devices=2 s", "--set", f"clock.kind={clock}")
+    words = ("run", "quickstart", "--devices", "3", "--steps", "40", *small, *patience, "--set", f"faults={fault}")
+    program = start("-c", CLEAVE, *words, "--results", str(tmp_path))
+    assert program.wait(115.0) == 1, program.output
+    assert "Traceback" not in program.output
+    assert "stopped after step" in program.output
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["verdict"] == "FAILED"
+    assert any("no device" in reason for reason in summary["reasons"])
+
+
+def test_one_silent_stranger_that_stays_does_not_switch_the_wait_off(start: Start, serve: Serve, until: Until) -> None:
+    """The devices that have answered are gone; one that never does is there."""
+    server = serve()
+    told: list[str] = []
+    server.notice = told.append
+    workers = pod(start, server, 3)
+    Multiplication(server, (1, 96, 32, 96)).check()
+    stranger, waits = Stranger(server), Multiplication(server, (1, 96, 32, 96), grid(96, 96, 48, [0]))
+    waits.check()
+    try:
+        stranger.join()
+        workers.end()
+        until(lambda: server.devices == 1, "the others are gone")
+        left = Multiplication(server, (1, 96, 32, 96))
+
+        limit_s = time.monotonic() + LIMIT_S
+        while not server.waiting and time.monotonic() < limit_s:
+            stranger.send(Heartbeat())
+            left.done.wait(0.2)
+        assert server.waiting
+        assert server.devices == 1, "it lives"
+        assert not left.done.is_set()
+        assert any("no other device is there" in text for text in told), told
+        assert not any("others compute it too" in text for text in told)
+    finally:
+        stranger.close()
+
+
+def test_a_run_over_sockets_with_a_third_of_the_fleet_silent_ends_with_the_exact_loss(
+    start: Start, tmp_path: Path
+) -> None:
+    faults = '[{at = "0 s", do = "mute", devices = 4}]'
+    small = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+    words = ("run", "quickstart", "--devices", "13", "--steps", "1", *small, "--set", f"faults={faults}")
+    program = start("-c", CLEAVE, *words, "--results", str(tmp_path))
+    assert program.wait(115.0) == 0, program.output
+    (folder,) = tmp_path.iterdir()
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["loss_max_abs_diff"] <= 1e-4
+    assert summary["flops_done"] == summary["flops_reference"]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("not answered a block" in event.get("text", "") for event in events)
+
+
+def test_the_only_device_with_work_is_silent_and_the_idle_one_does_it() -> None:
+    """No device has ever answered, so nothing says what is normal."""
+    fast = (1e12, 0.0, 1e9, 1e9, 0.0, 1 << 40, 4)
+    slow = (1e8, 0.0, 1e6, 1e6, 0.0, 1 << 40, 4)
+    world = replay([("join", [fast, slow]), ("mute", [0]), ("submit", [(1, 6, 6, 6, True, None)])])
+    assert world.seen["overdue blocks sent to others"]
+
+
+@pytest.mark.parametrize("silent", [1, 3])
+def test_chaos_lives_and_never_answers_from_the_first_block_on(silent: int) -> None:
+    products = [("submit", [(1, 6, 40, 6, True, None)])] * 6
+    operations = [("join", [COMMON] * 9), ("mute", list(range(silent))), *products, ("run", 500), *products]
+    assert replay(operations).faults["mute"] == silent
+
+
+# ---- devices that are always just in time
+
+
+def judged(late: dict[int, float], devices: int = 50, rounds: int = 60) -> Deadlines:
+    """A fleet whose devices answer as many blocks each; those that are `late` take so many times as long."""
+    rng = np.random.default_rng(0)
+    deadlines = Deadlines()
+    for _ in range(rounds):
+        ratios = rng.uniform(0.9, 1.1, devices)
+        for device, times in late.items():
+            ratios[device] = times
+        deadlines.returned(ratios.tolist(), [1.0] * devices, list(range(devices)))
+    return deadlines
+
+
+def test_a_device_with_two_percent_of_the_blocks_that_is_always_a_little_late_does_not_raise_the_margin() -> None:
+    honest = judged({}).margin(1.0)
+    for times in (1.3, 2.0, 3.0, 3.8, 10.0):
+        deadlines = judged({7: times})
+        assert deadlines.margin(1.0) <= BEYOND * OUTLIER * 1.1, times
+        if times > 1.1 * OUTLIER:
+            assert deadlines.margin(1.0) == pytest.approx(honest, rel=0.02)
+            assert list(deadlines.typical.take_found()) == [7], "and its profile is corrected"
+
+
+def test_who_follows_the_margin_up_does_not_get_far() -> None:
+    deadlines, rng = Deadlines(), np.random.default_rng(1)
+    for _ in range(40 * AGAIN // 50):
+        margin = deadlines.margin(1.0)
+        ratios = rng.uniform(0.9, 1.1, 50)
+        ratios[0] = 0.99 * margin if math.isfinite(margin) else 3.0
+        deadlines.returned(ratios.tolist(), [1.0] * 50, list(range(50)))
+    assert deadlines.margin(1.0) <= BEYOND * OUTLIER * 1.1
+
+
+@given(st.integers(8, 60), st.floats(1.0, 100.0), st.data())
+def test_no_coalition_below_a_quarter_of_the_devices_says_what_is_normal(
+    devices: int, times: float, data: st.DataObject
+) -> None:
+    most = math.ceil(MOST_OUTLIERS * devices) - 1
+    chosen = data.draw(st.sets(st.integers(0, devices - 1), max_size=most))
+    deadlines = judged(dict.fromkeys(chosen, times), devices, rounds=3 + 3 * (ENOUGH + AGAIN) // devices)
+    assert deadlines.margin(1.0) <= BEYOND * OUTLIER * 1.1 + 1e-9
+
+
+def test_if_all_are_late_none_is() -> None:
+    deadlines = judged(dict.fromkeys(range(50), 3.0))
+    assert deadlines.margin(1.0) == pytest.approx(3.0 * BEYOND)
+    assert not deadlines.typical.take_found()

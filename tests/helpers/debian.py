@@ -1,0 +1,48 @@
+"""Programs of Debian that tests need: there, or installed now, or the test is skipped and says why. One process at a
+time calls apt-get: two tests side by side would meet its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_QUIET = ["apt-get", "install", "-y", "-qq", "--no-install-recommends"]
+
+
+def program(name: str, package: str) -> str:
+    """Its path. Root installs what is missing."""
+    if found := shutil.which(name):
+        return found
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip(f"{name} is not here, and only root on Debian can install it: apt-get install {package}")
+    install({name: package})
+    found = shutil.which(name)
+    assert found is not None
+    return found
+
+
+def install(packages: dict[str, str]) -> None:
+    """The packages of those programs that are missing."""
+    with apt():
+        missing = [package for name, package in packages.items() if shutil.which(name) is None]
+        if not missing:
+            return
+        subprocess.run(["apt-get", "update", "-qq"], capture_output=True)
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        done = subprocess.run([*_QUIET, *missing], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{' '.join([*_QUIET, *missing])}: {done.stdout}{done.stderr}"
+
+
+@contextmanager
+def apt() -> Iterator[None]:
+    """Whoever is in here may call apt-get."""
+    with Path("/var/tmp/cleave-apt.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

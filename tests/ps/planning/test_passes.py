@@ -1,0 +1,321 @@
+"""Promises of ps.planning.deferred and of what follows from it: what nobody waits for is done beside the rest, and
+the pass ends sooner."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulator.model.fleet import uniform_fleet
+from ps.graph.executor import Executor
+from ps.graph.models import model_config
+from ps.graph.products import recorded_step
+from ps.planning.deferred import MOST_TAKEN, Team, _Pass, teams
+from ps.planning.planner import Level, Planner, Question, Request, Shape, _ends_s
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import (
+    BlocksReturned,
+    DevicesJoined,
+    DevicesLeft,
+    JobsSubmitted,
+    SendBlocks,
+    Submission,
+)
+from testbed.virtual.server import VirtualServer
+
+CHAIN = Request(Shape(1, 512, 128, 128))
+GRADIENT = Request(Shape(1, 128, 512, 128))
+FLEET = uniform_fleet("extreme", 60, seed=1, line_share=0.001)
+
+
+# ---- who is taken
+
+requests = st.builds(
+    Request,
+    st.builds(Shape, st.integers(1, 3), st.integers(1, 300), st.integers(1, 600), st.integers(1, 300)),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+levels = st.lists(
+    st.builds(
+        Level,
+        st.lists(requests, min_size=1, max_size=3).map(tuple),
+        st.lists(requests, max_size=2).map(tuple),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(levels, st.lists(requests, min_size=1, max_size=2).map(tuple), st.integers(1, 40), st.integers(0, 5))
+def test_somebody_is_always_left(chain: list[Level], last: tuple[Request, ...], count: int, seed: int) -> None:
+    found = teams([*chain, Level((), last)], uniform_fleet("extreme", count, seed, line_share=0.01))
+    assert len(found) == len(chain)
+    for level, team in zip(chain, found, strict=True):
+        assert len(team.devices) <= MOST_TAKEN * count
+        assert len(np.unique(team.devices)) == len(team.devices)
+        assert all(0 <= device < count for device in team.devices.tolist())
+        assert level.deferred or not len(team.devices)
+
+
+def test_who_has_ended_may_be_taken_again_and_nobody_else() -> None:
+    chain = [Level((CHAIN,), (GRADIENT,))] * 200
+    found = teams([*chain, Level((), (GRADIENT,))], FLEET)
+    taken = np.concatenate([team.devices for team in found])
+    assert len(taken) > len(FLEET), "whole devices end sooner than the pass, and come back"
+    for before, after in itertools.pairwise(found):
+        assert not set(before.devices.tolist()) & set(after.devices.tolist())
+
+
+def test_where_devices_are_few_and_levels_many_nothing_is_modelled_to_end_later_than_if_it_waited() -> None:
+    fleet = uniform_fleet("extreme", 40, 1, line_share=0.001)
+    chain = [Level((CHAIN,), (GRADIENT,) * 4)] * 60
+    found = teams([*chain, Level((), (GRADIENT,))], fleet)
+    held_back_s = _Pass([*chain, Level((), (GRADIENT,))], fleet).held_back_s
+    assert all(team.span_s <= held_back_s for team in found)
+
+
+def test_a_team_is_larger_the_less_time_is_left() -> None:
+    long, short = ([Level((CHAIN,), (GRADIENT,)), *[Level((CHAIN,))] * more] for more in (16, 2))
+    assert len(teams(long, FLEET)[0].devices) < len(teams(short, FLEET)[0].devices)
+    assert teams(long, FLEET)[0].span_s > teams(short, FLEET)[0].span_s
+
+
+def test_those_are_taken_whom_the_chain_misses_least() -> None:
+    """Two kinds of devices, alike but for their uplinks: a weight gradient is mostly downloaded."""
+    fleet = np.repeat(FLEET[:1], 40)
+    fleet["up_bps"][::2] /= 10
+    (team,) = teams([Level((CHAIN,) * 3, (GRADIENT,)), Level((CHAIN,))], fleet)
+    assert len(team.devices) > 1
+    assert not (team.devices % 2).any()
+
+
+# ---- planning
+
+
+def question(deferred: int = 1, more: int = 8) -> Question:
+    return Question((CHAIN, *[GRADIENT] * deferred), deferred, (Level((CHAIN,)),) * more)
+
+
+def test_what_is_patient_is_planned_beside_the_rest_and_ends_later() -> None:
+    able = np.arange(len(FLEET))
+    critical, deferred = Planner().plan(question(), FLEET, able)
+    assert not set(critical.device.tolist()) & set(deferred.device.tolist())
+    alone = Planner().plan([CHAIN], FLEET, able)[0]
+    together = Planner().plan([CHAIN, GRADIENT], FLEET, able)
+    assert alone.makespan_s <= critical.makespan_s < together[0].makespan_s < deferred.makespan_s
+
+
+def test_who_is_busy_beside_all_this_is_left_alone_unless_nobody_else_is_there() -> None:
+    able, busy = np.arange(len(FLEET)), np.arange(0, len(FLEET), 2)
+    for plan in Planner().plan(question(), FLEET, able, busy=busy):
+        assert not set(plan.device.tolist()) & set(busy.tolist())
+    (plan,) = Planner().plan([CHAIN], FLEET, able, busy=able)
+    assert len(plan.device)
+
+
+def test_a_pass_is_thought_through_once_and_again_when_its_teams_would_be_late() -> None:
+    planner, able = Planner(), np.arange(len(FLEET))
+    first = planner.plan(question(more=8), FLEET, able)
+    chosen = planner._teams[question(more=8).ahead].devices
+    assert set(first[1].device.tolist()) <= set(chosen.tolist())
+    later = Question((CHAIN, GRADIENT), 1, question().ahead[1:])
+    known = Team(np.setdiff1d(able, chosen)[:30], span_s=100.0)
+    planner._teams[later.ahead] = known
+    _, deferred = planner.plan(later, FLEET, able, busy=chosen)
+    assert set(deferred.device.tolist()) <= set(known.devices.tolist())
+    planner._cache.clear()
+    planner._teams[later.ahead] = replace(known, span_s=0.01)
+    _, deferred = planner.plan(later, FLEET, able, busy=chosen)
+    assert not np.array_equal(planner._teams[later.ahead].devices, known.devices), "chosen anew"
+    assert deferred.makespan_s < 1.2 * planner._teams[later.ahead].span_s
+
+
+def test_teams_are_chosen_anew_when_the_fleet_has_grown() -> None:
+    table = uniform_fleet("extreme", 200, seed=1, line_share=0.001)
+    planner, every = Planner(), np.arange(200)
+    planner.plan(question(), table, np.arange(20))
+    grown = planner.plan(question(), table, every)
+    fresh = Planner().plan(question(), table, every)
+    assert [plan.makespan_s for plan in grown] == [plan.makespan_s for plan in fresh]
+
+
+def test_plans_for_which_nobody_is_missing_stay_though_others_are_busy_now() -> None:
+    planner, able = Planner(), np.arange(len(FLEET))
+    later = Question((CHAIN,), 0, question().ahead[1:])
+    for asked in (question(), later, question()):
+        planner.plan(asked, FLEET, able)
+    before = planner._cache[later].plans
+    busy = before[0].device[:5]
+    planner.plan_ahead(FLEET, able, busy=busy)
+    assert planner._cache[later].plans is before
+    lost = int(before[0].device[0])
+    planner.plan_ahead(FLEET, np.delete(able, lost), busy=busy)
+    after = planner._cache[later].plans[0]
+    assert lost not in after.device
+    assert not set(after.device.tolist()) & set(busy.tolist())
+
+
+def test_the_next_pass_is_planned_for_all_though_some_are_busy_beside_this_one() -> None:
+    planner, able = Planner(), np.arange(len(FLEET))
+    for asked in (question(), Question((CHAIN,)), question()):
+        planner.plan(asked, FLEET, able)
+    lost = int(planner._cache[Question((CHAIN,))].plans[0].device[0])
+    planner.plan_ahead(FLEET, np.delete(able, lost), busy=np.delete(able, lost)[:30])
+    assert len(planner._cache[Question((CHAIN,))].able) == len(FLEET) - 1
+
+
+def test_products_done_one_after_another_end_when_the_last_of_them_does() -> None:
+    few = FLEET[:1]
+    one, *_ = plans = Planner().plan([GRADIENT] * 3, few, np.arange(1))
+    assert _ends_s(plans) == pytest.approx(3 * one.makespan_s)
+
+
+def test_nobody_is_taken_from_what_only_they_can_do() -> None:
+    fleet = FLEET[:2].copy()
+    fleet["memory_bytes"][0] = 200
+    large = Request(Shape(1, 1, 54, 5))
+    (team,) = teams([Level((large,), (large,)), Level((large,))], fleet)
+    assert not len(team.devices)
+    for plan in Planner().plan(Question((large, large), 1, (Level((large,)),)), fleet, np.arange(2)):
+        assert set(plan.device.tolist()) == {1}
+
+
+# ---- dispatching
+
+
+class World:
+    """A dispatcher, a fleet, and what was sent to whom."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher(Planner())
+        self.sent: dict[tuple[int, int], int] = {}  # job, block -> device
+        self.now_s = 0.0
+        self.handle(DevicesJoined(0, FLEET))
+
+    def handle(self, event: Any) -> None:
+        for instruction in self.dispatcher.handle(event, self.now_s):
+            if isinstance(instruction, SendBlocks):
+                keys = zip(instruction.jobs, instruction.blocks, strict=True)
+                self.sent |= dict(zip(keys, instruction.devices, strict=True))
+        self.dispatcher.check()
+
+    def submit(self, first: int, asked: Question) -> None:
+        new = [
+            Submission(first + at, request, critical=at < asked.critical) for at, request in enumerate(asked.requests)
+        ]
+        self.handle(JobsSubmitted(new, asked.ahead))
+
+    def devices(self, job: int) -> set[int]:
+        """That have or had blocks of it."""
+        return set(self.dispatcher._state.jobs[job].device)
+
+    def answer_all(self, job: int) -> None:
+        while job in self.dispatcher._state.jobs:
+            keys = [key for key in self.sent if key[0] == job]
+            self.now_s += 0.001
+            jobs, blocks = (list(column) for column in zip(*keys, strict=True))
+            self.handle(BlocksReturned([self.sent.pop(key) for key in keys], jobs, blocks))
+
+
+def test_whoever_does_what_is_patient_gets_nothing_else_until_that_is_done() -> None:
+    world = World()
+    world.submit(0, question())
+    busy = world.devices(1)
+    world.answer_all(0)
+    world.submit(2, Question((CHAIN,), 0, question().ahead[1:]))
+    assert not world.devices(2) & busy
+    world.answer_all(2)
+    world.answer_all(1)
+    world.submit(3, Question((CHAIN,)))
+    assert world.devices(3) & busy
+
+
+def test_nobody_takes_what_is_patient_from_others_while_there_is_more_to_come() -> None:
+    for ahead, stays in ((question().ahead, True), ((), False)):
+        world = World()
+        world.submit(0, question())
+        before = world.devices(1)
+        world.handle(JobsSubmitted([], ahead))
+        world.answer_all(0)  # many are idle
+        assert (world.devices(1) == before) == stays
+
+
+def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
+    world = World()
+    world.submit(0, question(deferred=3))
+    team = world.devices(1) | world.devices(2) | world.devices(3)
+    lost = min(world.devices(1))
+    world.handle(DevicesLeft([lost]))
+    assert world.devices(1) - {lost} <= team
+
+
+def test_what_is_lost_of_it_overtakes_what_waits() -> None:
+    world = World()
+    world.submit(0, question(deferred=3))
+    waiting = [record for record in world.dispatcher._state.devices if record.deferred]
+    assert waiting, "there is something to overtake"
+    world.handle(DevicesLeft([min(world.devices(1))]))
+    overtaken = 0
+    for record in world.dispatcher._state.devices:
+        repairs = [world.dispatcher._state.jobs[job].first[block] for job, block in record.deferred]
+        assert repairs == sorted(repairs, reverse=True)
+        overtaken += len(set(repairs)) > 1
+    sent = [key for key in world.sent if world.dispatcher._state.jobs[key[0]].first[key[1]]]
+    assert overtaken or sent
+
+
+def test_a_newcomer_with_the_number_of_one_who_left_is_not_busy() -> None:
+    world = World()
+    world.submit(0, question())
+    gone = min(world.devices(1))
+    world.handle(DevicesLeft([gone]))
+    assert gone not in world.dispatcher._assignments.teams.busy
+    assert len(world.dispatcher._assignments.teams.busy)
+
+
+# ---- a whole step
+
+
+@cache
+def step() -> Any:
+    return recorded_step(model_config("opt-tiny", None), 32, 64, 1)
+
+
+def seconds(kind: Any, early: bool, devices: int, fleet: str = "extreme") -> float:
+    """Of a step of the quickstart's model, in virtual time, without values."""
+    server = VirtualServer(
+        uniform_fleet(fleet, devices, 1, line_share=0.001), [""] * devices, Planner(kind), arithmetic=False
+    )
+    executor = Executor(server, early)
+    for program, values in step()[0]:
+        executor.run(program, list(values))
+    return server.clock.now_s
+
+
+@pytest.mark.parametrize(("fleet", "devices"), [("extreme", 40), ("paper", 200)])
+def test_a_step_is_shorter_when_weight_gradients_are_begun_at_once(fleet: str, devices: int) -> None:
+    assert seconds("packed", True, devices, fleet) < 0.97 * seconds("packed", False, devices, fleet)
+
+
+def test_the_planner_is_twice_as_fast_as_the_weighted_grid_on_the_extreme_fleet() -> None:
+    assert 2 * seconds("packed", True, 1000) <= seconds("grid", False, 1000)
+
+
+def test_nothing_is_left_of_a_step() -> None:
+    server = VirtualServer(FLEET, [""] * len(FLEET), Planner(), arithmetic=False)
+    for _ in range(2):
+        executor = Executor(server, early=True)
+        for program, values in step()[0]:
+            executor.run(program, list(values))
+        assert not server._dispatcher._assignments.teams
+        assert not len(server._dispatcher._assignments.teams.busy)
+        assert all(record.idle for record in server._dispatcher._state.devices)

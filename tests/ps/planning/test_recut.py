@@ -1,0 +1,170 @@
+"""Promises about devices as three queues (ps.planning.cost), and lost rectangles that are cut again over them
+(ps.planning.recut)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.protocol.profile import Profile, pack_profiles
+from ps.planning.cost import Passage, QueueTimes, after, alone_s
+from ps.planning.pipeline import queue_seconds
+from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.recut import LATER, recut
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import BlocksReturned, DevicesJoined, DevicesLeft, JobsSubmitted, SendBlocks, Submission
+from testbed.virtual.plan import fleet_profiles
+from testbed.virtual.recovery import Product
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+seconds = st.floats(0.0, 10.0)
+passages = st.tuples(seconds, seconds, seconds, st.just(1))
+
+
+# ---- three queues
+
+
+@given(st.lists(st.tuples(passages, seconds), max_size=8))
+def test_a_block_passes_the_queues_in_order_each_after_what_was_sent_before(sent: list[tuple[Passage, float]]) -> None:
+    stages, now_s, ends_s = QueueTimes(), 0.0, [0.0, 0.0, 0.0]
+    for block, pause_s in sent:
+        now_s += pause_s
+        begins_s = now_s
+        for queue, takes_s in enumerate(block[:3]):
+            ends_s[queue] = max(ends_s[queue], begins_s) + takes_s
+            begins_s = ends_s[queue]
+        assert stages.send(block, now_s) == pytest.approx(ends_s[2])
+        assert stages.left(now_s, np.inf) == pytest.approx([max(0.0, end_s - now_s) for end_s in ends_s])
+
+
+@given(passages, passages, st.integers(1, 6))
+def test_what_equal_blocks_will_take_after_another_is_known_before_they_are_sent(
+    first: Passage, block: Passage, count: int
+) -> None:
+    stages, waiting = QueueTimes(), QueueTimes()
+    stages.send(first, 0.0)
+    for _ in range(count):
+        waiting.add(block)
+    foretold = after(stages.left(0.0, np.inf), waiting, count)
+    for _ in range(count):
+        stages.send(block, 0.0)
+    assert foretold == pytest.approx((stages.down_s, stages.compute_s, stages.up_s))
+
+
+def test_a_block_that_comes_in_chunks_is_computed_while_it_comes() -> None:
+    assert QueueTimes().send((8.0, 4.0, 1.0, 1), 0.0) == alone_s((8.0, 4.0, 1.0, 1)) == 13.0
+    assert QueueTimes().send((8.0, 4.0, 1.0, 4), 0.0) == alone_s((8.0, 4.0, 1.0, 4)) == 10.0
+    assert QueueTimes().send((4.0, 8.0, 1.0, 4), 0.0) == alone_s((4.0, 8.0, 1.0, 4)) == 10.0
+
+
+# ---- cutting again
+
+TILES = st.lists(st.tuples(*[st.integers(1, 3)] * 1, *[st.integers(1, 60)] * 2), min_size=1, max_size=4)
+
+
+@calm
+@given(TILES, st.integers(1, 12), st.integers(0, 99), st.integers(1, 5))
+def test_lost_rectangles_are_covered_exactly_once(
+    sizes: list[tuple[int, int, int]], devices: int, seed: int, most: int
+) -> None:
+    lost = [np.array([10 * i, b, 7, rows, 100 * i, columns]) for i, (b, rows, columns) in enumerate(sizes)]
+    rng = np.random.default_rng(seed)
+    sent_s = rng.uniform(0, 5, (3, devices)) * rng.integers(0, 2, devices)
+    all_s = sent_s + rng.uniform(0, 5, (3, devices)) * rng.integers(0, 2, devices)
+    table = fleet_profiles("extreme", devices, seed)
+    tiles, owner, of = recut(lost, 64, table, sent_s, all_s, float(rng.uniform(0, 9)), most)
+    assert ((owner >= 0) & (owner < devices)).all()
+    cover = np.zeros((50, 70, 400), np.int8)
+    for b, bs, r, rs, c, cs in tiles.tolist():
+        cover[b : b + bs, r : r + rs, c : c + cs] += 1
+    for number, (b, bs, r, rs, c, cs) in enumerate(tile.tolist() for tile in lost):
+        assert (cover[b : b + bs, r : r + rs, c : c + cs] == 1).all()
+        assert tiles[of == number][:, [1, 3, 5]].prod(axis=1).sum() == bs * rs * cs
+        cover[b : b + bs, r : r + rs, c : c + cs] = 0
+    assert not cover.any()
+
+
+def test_nobody_ends_much_later_than_need_be_and_the_idle_do_most() -> None:
+    """Equal devices, half of them busy for as long as the product takes anyway; the lost part fits into the others."""
+    profile, shape = Profile(1e12, 0.0, 1e9, 1e8, 0.0, 1 << 40, 4), Shape(1, 800, 100, 800)
+    table, busy_s = pack_profiles([profile] * 20), np.tile(np.repeat([10.0, 0.0], 10), (3, 1))
+    lost = [np.array([0, 1, 0, 800, 0, 800])]
+    tiles, owner, _ = recut(lost, shape.inner, table, busy_s, busy_s, 10.0, 64)
+    sides = tiles[:, 3] + tiles[:, 5]
+    down_s, compute_s, up_s = queue_seconds(table, owner, shape, 1, tiles[:, 3], tiles[:, 5], sides)
+    ends_s = busy_s[0][owner] + np.bincount(owner, down_s + compute_s + up_s, 20)[owner]
+    assert ends_s.max() <= 1.2 * LATER * 10.0
+    assert set(owner.tolist()) <= set(range(10, 20)), "the others would be back later"
+
+
+# ---- in the dispatcher
+
+COMMON = Profile(1e12, 0.0, 1e7, 1e7, 0.0, 1 << 40, 1)
+
+
+def columns_of(dispatcher: Dispatcher, each: list[int]) -> None:
+    """One product, in equal columns of a block: so many for each device."""
+    owner = np.repeat(np.arange(len(each)), each)
+    tiles = np.array([(0, 1, 0, 50, 50 * i, 50) for i in range(len(owner))])
+    shape = Shape(1, 50, 50, 50 * len(owner))
+    plan = Plan(tiles, owner, np.ones((len(owner), 2), np.bool_), 1.0)
+    dispatcher.handle(JobsSubmitted([Submission(0, Request(shape), True, plan)]))
+    dispatcher.check()
+
+
+def test_lost_pieces_go_out_before_what_waits() -> None:
+    dispatcher = Dispatcher(Planner())
+    dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
+    columns_of(dispatcher, [3, 3])  # one block of each is sent, two wait
+    dispatcher.handle(DevicesLeft([1]))
+    dispatcher.check()
+    pieces = [block for block, loss in enumerate(dispatcher._state.jobs[0].loss) if loss]
+    assert pieces
+    order, last = [], 0
+    while dispatcher._state.jobs:
+        out = dispatcher.handle(BlocksReturned([0], [0], [last]), 1.0)
+        sent = [instruction for instruction in out if isinstance(instruction, SendBlocks)]
+        if sent:
+            (last,) = sent[0].blocks
+            order.append(last)
+    assert order == [*pieces, 1, 2]
+
+
+def test_an_idle_device_takes_nothing_that_its_owner_returns_sooner() -> None:
+    """The owner downloads the last block while it uploads another; one after the other it would take it longer."""
+    slow = Profile(1e12, 0.0, 3.75e6, 3.75e6, 0.0, 1 << 40, 2)
+    owner = Profile(1e12, 0.0, 1e7, 1e7, 0.0, 1 << 40, 2)
+    dispatcher = Dispatcher(Planner())
+    dispatcher.handle(DevicesJoined(0, pack_profiles([owner, slow])))
+    columns_of(dispatcher, [3, 1])
+    *owners, thiefs = [alone_s(passage) for passage in dispatcher._state.jobs[0].passage]
+    assert dispatcher._state.devices[0].busy_with_all_s(0.0)[2] < thiefs < sum(owners)
+    dispatcher.handle(BlocksReturned([1], [0], [3]), 1e-6)
+    assert dispatcher._state.jobs[0].device == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 16384, 2560, 5120), Shape(320, 512, 64, 512)])
+def test_what_is_held_back_costs_nothing(shape: Shape) -> None:
+    """Long blocks are sent when they are needed, so that lost ones can overtake; nobody waits for that."""
+    profiles, planner = fleet_profiles("paper", 12, seed=1), Planner()
+    product = Product(shape, profiles, planner)
+    dispatcher = product._fleet._dispatcher
+    assert any(record.critical for record in dispatcher._state.devices), "something is held back"
+    (plan,) = planner.plan([Request(shape)], dispatcher.profiles, np.arange(len(profiles)))
+    assert product.run() <= 1.001 * plan.makespan_s
+
+
+def test_an_idle_device_takes_all_that_waits_for_one_that_does_not_answer() -> None:
+    dispatcher = Dispatcher(Planner())
+    dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
+    columns_of(dispatcher, [4, 1])  # one block of each is sent, three wait for the first device
+    now_s, last = 100.0, 4
+    for _ in range(3):
+        now_s += 0.03
+        out = dispatcher.handle(BlocksReturned([1], [0], [last]), now_s)
+        (sent,) = [instruction for instruction in out if isinstance(instruction, SendBlocks)]
+        assert sent.devices == [1]
+        (last,) = sent.blocks
+    assert not dispatcher._state.devices[0].critical

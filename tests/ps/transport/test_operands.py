@@ -1,0 +1,621 @@
+"""Promises of ps.transport.operands and agent.compute.pieces: whatever blocks a connection is given, in whatever
+pieces their operands travel, the other side multiplies the right numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count, product
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from agent.compute.kernels import Kernel, NumpyKernel, available_kernels
+from agent.compute.pieces import BlockRow, Operands
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
+from ps.planning.planner import Shape
+from ps.planning.weighted_grid import grid_plan
+from ps.transport.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels, streamed
+
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
+
+Tile = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column, columns
+
+# ---- both ends of a connection
+
+
+class Line:
+    """A connection: what the server knows that the other side holds, and what the other side really holds."""
+
+    def __init__(self, apart: bool = False) -> None:
+        self.receiver = Operands()
+        self._apart = apart
+        self._held: dict[int, tuple[Held, Held]] = {}
+        self.piece_ids = count()
+        self.parcels: list[Parcel] = []
+
+    def send(self, job: int, operands: tuple[Operand, Operand], tiles: Sequence[Tile], blocks: Sequence[int]) -> None:
+        """Bring these blocks over, and check what the other side makes of each."""
+        devices, down_bytes = np.arange(len(tiles)) % 3, 1000 + np.arange(len(tiles))
+        held = self._held.setdefault(job, (Held(), Held()))
+        arrived: list[tuple[int, int, int]] = []
+        for parcel in parcels(
+            job,
+            operands,
+            np.array(tiles),
+            np.array(blocks),
+            devices,
+            down_bytes,
+            held,
+            self.piece_ids,
+            apart=self._apart,
+        ):
+            for row in self.bring(parcel):
+                assert row[1] == job
+                assert row[12:14] == (0, 1), "it comes whole"
+                arrived.append((row[0], row[2], row[14]))
+                product = self.receiver.product(row, NumpyKernel())
+                assert product is not None
+                tile = tiles[blocks.index(row[2])]
+                assert np.array_equal(product.reshape(tile[1::2]), expected_of(operands, tile))
+        assert sorted(arrived) == sorted(zip(devices.tolist(), blocks, down_bytes.tolist(), strict=True))
+
+    def bring(self, parcel: Parcel) -> list[BlockRow]:
+        self.parcels.append(parcel)
+        work = transmit(Work(1, np.empty(0, "<u4"), parcel.pieces, parcel.blocks, list(parcel.data)))
+        self.receiver.accept(work)
+        return cast("list[BlockRow]", work.blocks.tolist())
+
+    def release(self, job: int) -> None:
+        pieces = np.array([piece for held in self._held.pop(job) for piece in held.ids], "<u4")
+        self.receiver.accept(transmit(Work(1, pieces, np.empty(0, PIECE), np.empty(0, BLOCK), [])))
+
+
+def expected_of(operands: tuple[Operand, Operand], tile: Tile) -> Array:
+    b, bs, r, rs, c, cs = tile
+    product: Array = operands[0].array[b : b + bs, r : r + rs] @ operands[1].array[b : b + bs, c : c + cs].transpose(
+        0, 2, 1
+    )
+    return product
+
+
+def transmit(work: Work) -> Work:
+    """Through the wire format and back."""
+    frames = [f.tobytes() if isinstance(f, np.ndarray) else bytes(f) for f in encode(work)]
+    arrived = decode(frames)
+    assert isinstance(arrived, Work)
+    return arrived
+
+
+# ---- products, and ways to tile them
+
+# The same shape lying differently in memory. Values are small integers: products are exact, so == may be used.
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "row-major": np.ascontiguousarray,
+    "transposed": lambda x: np.ascontiguousarray(x.transpose(0, 2, 1)).transpose(0, 2, 1),
+    "batch inside": lambda x: np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2),
+    "strided": lambda x: np.repeat(x, 2, axis=2)[:, :, ::2],
+    "rows of a larger one": lambda x: np.pad(x, [(0, 0), (1, 1), (2, 1)])[:, 1:-1, 2:-1],
+    "broadcast along the batch": lambda x: np.broadcast_to(x[:1], x.shape),
+    "broadcast along the rows": lambda x: np.broadcast_to(x[:, :1], x.shape),
+    "broadcast along the inner length": lambda x: np.broadcast_to(x[:, :, :1], x.shape),
+}
+layouts = st.sampled_from(sorted(LAYOUTS))
+
+
+def operand(shape: tuple[int, int, int], layout: str) -> Operand:
+    """Every value is another one, as far as the layout allows."""
+    return Operand(LAYOUTS[layout](np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)))
+
+
+def operands_of(shape: Shape, left: str = "row-major", right: str = "row-major") -> tuple[Operand, Operand]:
+    return (
+        operand((shape.batch, shape.rows, shape.inner), left),
+        operand((shape.batch, shape.columns, shape.inner), right),
+    )
+
+
+shapes = st.builds(Shape, st.integers(1, 4), st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
+
+
+@st.composite
+def halves(draw: st.DrawFn, tile: Tile) -> tuple[Tile, Tile] | None:
+    """The tile cut in two anywhere along any axis; None if it is one cell."""
+    axes = [axis for axis in (0, 2, 4) if tile[axis + 1] > 1]
+    if not axes:
+        return None
+    axis = draw(st.sampled_from(axes))
+    at = draw(st.integers(1, tile[axis + 1] - 1))
+    first, second = list(tile), list(tile)
+    first[axis + 1] = at
+    second[axis] += at
+    second[axis + 1] -= at
+    b0, bs0, r0, rs0, c0, cs0 = first
+    b1, bs1, r1, rs1, c1, cs1 = second
+    return (b0, bs0, r0, rs0, c0, cs0), (b1, bs1, r1, rs1, c1, cs1)
+
+
+def whole(shape: Shape) -> Tile:
+    return 0, shape.batch, 0, shape.rows, 0, shape.columns
+
+
+@st.composite
+def any_tiling(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+    tiles = [whole(shape)]
+    for _ in range(draw(st.integers(0, 12))):
+        tile = tiles.pop(draw(st.integers(0, len(tiles) - 1)))
+        both = draw(halves(tile))
+        tiles += [tile] if both is None else both
+    return tiles
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+    def intervals(length: int) -> list[tuple[int, int]]:
+        cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=5))) if length > 1 else []
+        return [(a, b - a) for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+
+    across = intervals(shape.batch), intervals(shape.rows), intervals(shape.columns)
+    return [(b, bs, r, rs, c, cs) for (b, bs), (r, rs), (c, cs) in product(*across)]
+
+
+@st.composite
+def planned(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+    """What the planner makes of it for some fleet."""
+    speeds = draw(st.lists(st.sampled_from([1e6, 3e6, 1e7, 1e9]), min_size=1, max_size=12))
+    fleet = pack_profiles([Profile(flops, 1e-4, 1e7, 1e6, 0.0, 1 << 30, 2) for flops in speeds])
+    return [tuple(tile) for tile in grid_plan(shape, fleet, np.zeros(len(fleet))).tiles.tolist()]
+
+
+@st.composite
+def in_calls(draw: st.DrawFn, tiles: list[Tile], max_calls: int = 4) -> list[list[int]]:
+    """The tiles' numbers in any order, divided over several calls; some tiles may go to somebody else."""
+    order = draw(st.permutations(range(len(tiles))))[: draw(st.integers(1, len(tiles)))]
+    calls: list[list[int]] = [[] for _ in range(max_calls)]
+    for number in order:
+        calls[draw(st.integers(0, max_calls - 1))].append(number)
+    return [call for call in calls if call]
+
+
+# ---- the right numbers arrive
+
+
+@settings(calm, max_examples=150)
+@given(data=st.data())
+def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) -> None:
+    """Any product, layout, tiling and order of sending; some blocks are cut again afterwards and sent anew."""
+    shape = data.draw(shapes)
+    operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
+    tiles = data.draw(any_tiling(shape))
+    line = Line(apart=data.draw(st.booleans()))
+    for call in data.draw(in_calls(tiles)):
+        line.send(7, operands, [tiles[n] for n in call], call)
+        again = data.draw(halves(tiles[call[0]]))
+        if again is not None:
+            line.send(7, operands, list(again), [len(tiles), len(tiles) + 1])
+
+
+@settings(calm, max_examples=60)
+@given(data=st.data(), message_bytes=st.integers(1, 400), message_pieces=st.integers(2, 6))
+def test_messages_stay_small_and_complete_whatever_the_limits(
+    data: st.DataObject, message_bytes: int, message_pieces: int
+) -> None:
+    shape = data.draw(shapes)
+    operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
+    tiles = data.draw(any_tiling(shape))
+    largest = max(4 * shape.inner * bs * (rs + cs) for _, bs, _, rs, _, cs in tiles)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ps.transport.operands.MESSAGE_BYTES", message_bytes)
+        patch.setattr("ps.transport.operands.MESSAGE_PIECES", message_pieces)
+        line = Line()
+        for call in data.draw(in_calls(tiles)):
+            line.send(0, operands, [tiles[n] for n in call], call)
+    for parcel in line.parcels:
+        assert len(parcel.blocks) > 0
+        assert len(parcel.pieces) == len(parcel.data) <= message_pieces
+        assert sum(d.nbytes for d in parcel.data) <= message_bytes + largest
+
+
+def test_a_thousand_scattered_blocks_fit_the_frames_of_the_protocol() -> None:
+    shape = Shape(1, 2000, 2, 2000)
+    tiles = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(1000)]
+    line = Line()
+    line.send(0, operands_of(shape), tiles, range(1000))  # would be refused by the other side
+    assert max(len(parcel.pieces) for parcel in line.parcels) == MESSAGE_PIECES
+
+
+def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = Shape(1, 80, 4, 80)
+    tiles = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(40)]  # nothing in common: each brings 2 x 4 values
+    monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 5 * 32)
+    line = Line()
+    line.send(0, operands_of(shape), tiles, range(40))
+    sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
+    assert sum(sizes) == 40 * 32
+    assert 5 * 32 <= max(sizes) <= 6 * 32
+
+
+def test_a_device_with_a_line_of_its_own_gets_the_strips_of_a_rectangle_one_by_one_and_their_slab_once() -> None:
+    shape = Shape(1, 80, 4, 30)
+    strips = [(0, 1, row, 20, 0, 30) for row in range(0, 80, 20)]
+    line = Line(apart=True)
+    line.send(0, operands_of(shape), strips, range(4))
+    assert [len(parcel.blocks) for parcel in line.parcels] == [1, 1, 1, 1]
+    sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
+    assert sizes == [16 * (20 + 30), 16 * 20, 16 * 20, 16 * 20]
+
+
+# ---- nothing travels twice
+
+
+def needed_bytes(shape: Shape, tiles: Sequence[Tile]) -> int:
+    """Every cell of an operand that some tile needs, once."""
+    left = np.zeros((shape.batch, shape.rows), bool)
+    right = np.zeros((shape.batch, shape.columns), bool)
+    for b, bs, r, rs, c, cs in tiles:
+        left[b : b + bs, r : r + rs] = right[b : b + bs, c : c + cs] = True
+    return 4 * shape.inner * int(left.sum() + right.sum())
+
+
+@settings(calm, max_examples=80)
+@given(data=st.data())
+def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    tiles = data.draw(grids(shape))
+    line, sent = Line(), []
+    for call in data.draw(in_calls(tiles)):
+        line.send(0, operands_of(shape), [tiles[n] for n in call], call)
+        sent += [tiles[n] for n in call]
+        assert line.receiver.bytes == needed_bytes(shape, sent)
+
+
+@settings(calm, max_examples=80)
+@given(data=st.data())
+def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    tiles = data.draw(planned(shape))
+    (call,) = data.draw(in_calls(tiles, max_calls=1))
+    line = Line()
+    line.send(0, operands_of(shape), [tiles[n] for n in call], call)
+    assert line.receiver.bytes == needed_bytes(shape, [tiles[n] for n in call])
+
+
+@settings(calm, max_examples=80)
+@given(data=st.data())
+def test_a_plan_in_several_calls_sends_at_most_what_each_call_needs(data: st.DataObject) -> None:
+    """A pod's devices are served one by one as they become free; a block across held pieces brings its range anew."""
+    shape = data.draw(shapes)
+    tiles = data.draw(planned(shape))
+    line, sent, at_most = Line(), [], 0
+    for call in data.draw(in_calls(tiles)):
+        line.send(0, operands_of(shape), [tiles[n] for n in call], call)
+        sent += [tiles[n] for n in call]
+        at_most += needed_bytes(shape, [tiles[n] for n in call])
+        assert needed_bytes(shape, sent) <= line.receiver.bytes <= at_most
+
+
+def test_a_block_sent_again_brings_no_operands() -> None:
+    shape, line = Shape(2, 6, 3, 6), Line()
+    for block in range(3):
+        line.send(0, operands_of(shape), [(0, 2, 1, 3, 2, 4)], [block])
+        assert line.receiver.bytes == needed_bytes(shape, [(0, 2, 1, 3, 2, 4)])
+
+
+@pytest.mark.parametrize("layout", ["row-major", "transposed"])
+def test_an_operand_leaves_from_where_it_lies(layout: str) -> None:
+    factor = operand((1, 6, 4), layout)
+    assert np.shares_memory(factor.piece((0, 1, 0, 6)), factor.array)
+
+
+def test_a_slab_that_must_be_packed_is_packed_once() -> None:
+    factor = operand((2, 6, 4), "strided")
+    piece = factor.piece((0, 2, 1, 4))
+    assert piece.flags.c_contiguous
+    assert not np.shares_memory(piece, factor.array)
+    assert factor.piece((0, 2, 1, 4)) is piece
+
+
+# ---- releasing
+
+
+@settings(calm, max_examples=40)
+@given(data=st.data())
+def test_releasing_every_job_frees_every_byte_and_disturbs_no_other_job(data: st.DataObject) -> None:
+    jobs = {}
+    line = Line()
+    for job in data.draw(st.permutations([0, 1, 2**63])):
+        shape = data.draw(shapes)
+        jobs[job] = operands_of(shape), data.draw(any_tiling(shape))
+    sizes = {}
+    for job, (operands, tiles) in jobs.items():
+        before = line.receiver.bytes
+        line.send(job, operands, tiles, range(len(tiles)))
+        sizes[job] = line.receiver.bytes - before
+        assert sizes[job] > 0
+    for job in data.draw(st.permutations(list(jobs))):
+        line.release(job)
+        del jobs[job], sizes[job]
+        assert line.receiver.bytes == sum(sizes.values())
+        for other, (operands, tiles) in jobs.items():
+            line.send(other, operands, tiles, range(len(tiles)))
+    assert line.receiver.bytes == 0
+
+
+def test_releasing_a_piece_that_is_not_there_changes_nothing() -> None:
+    line = Line()
+    shape = Shape(1, 2, 2, 2)
+    line.send(1, operands_of(shape), [whole(shape)], [0])
+    line.receiver.drop([2, 99, 2**32 - 1])
+    assert line.receiver.bytes == needed_bytes(shape, [whole(shape)])
+
+
+def test_a_piece_is_released_alone() -> None:
+    line, shape = Line(), Shape(1, 6, 3, 4)
+    line.send(0, operands_of(shape), [whole(shape)], [0])
+    left, _ = line.parcels[0].pieces["piece"].tolist()
+    line.receiver.accept(transmit(Work(1, np.array([left], "<u4"), np.empty(0, PIECE), np.empty(0, BLOCK), [])))
+    assert line.receiver.bytes == 4 * 3 * 4
+
+
+def test_a_block_whose_pieces_were_dropped_while_it_waited_is_told_apart() -> None:
+    line, shape = Line(), Shape(1, 6, 3, 4)
+    line.send(0, operands_of(shape), [whole(shape)], [0])
+    line.release(0)
+    with pytest.raises(KeyError):
+        line.receiver.product(line.parcels[0].blocks.tolist()[0], NumpyKernel())
+
+
+def test_a_block_that_is_not_wanted_leaves_its_pieces_to_the_others() -> None:
+    line, shape = Line(), Shape(1, 6, 3, 4)
+    line.send(0, operands_of(shape), [whole(shape)], [0])
+    line.receiver.skip(line.parcels[0].blocks.tolist()[0])
+    assert line.receiver.bytes == needed_bytes(shape, [whole(shape)])
+
+
+# ---- in chunks along the inner dimension
+
+kernels = st.sampled_from(available_kernels()[0])
+
+
+def assert_empty(receiver: Operands) -> None:
+    assert receiver.bytes == 0
+    assert receiver._sums == {}
+
+
+@st.composite
+def long_products(draw: st.DrawFn) -> tuple[Shape, Tile, int]:
+    """A product, a rectangle of it, and how much of the inner dimension comes at a time: never all of it."""
+    shape = draw(st.builds(Shape, st.integers(1, 3), st.integers(1, 8), st.integers(2, 40), st.integers(1, 8)))
+    tile = draw(st.sampled_from(draw(any_tiling(shape))))
+    return shape, tile, draw(st.integers(1, shape.inner - 1))
+
+
+@settings(calm, max_examples=150)
+@given(product=long_products(), left=layouts, right=layouts, kernel=kernels)
+def test_a_block_in_chunks_is_the_block_in_one_piece(
+    product: tuple[Shape, Tile, int], left: str, right: str, kernel: Kernel
+) -> None:
+    """Values are not small integers here: chunks are added up in float32, in another order than one product is."""
+    shape, tile, length = product
+    rng = np.random.default_rng(0)
+    operands = (
+        Operand(LAYOUTS[left](rng.standard_normal((shape.batch, shape.rows, shape.inner), dtype=np.float32))),
+        Operand(LAYOUTS[right](rng.standard_normal((shape.batch, shape.columns, shape.inner), dtype=np.float32))),
+    )
+    line, results = Line(), []
+    for parcel in streamed(7, operands, tile, 3, 2, length, line.piece_ids):
+        (row,) = line.bring(parcel)
+        assert row[:3] == (2, 7, 3)
+        assert row[14] == sum(d.nbytes for d in parcel.data)
+        assert line.receiver.bytes == sum(d.nbytes for d in parcel.data), "an earlier chunk is still there"
+        results.append(line.receiver.product(row, kernel))
+        assert line.receiver.bytes == 0, "a chunk stays after its use"
+    *before, last = results
+    assert len(results) == -(-shape.inner // length)
+    assert before == [None] * len(before), "an answer before the last chunk"
+    assert last is not None
+    np.testing.assert_allclose(last.reshape(tile[1::2]), expected_of(operands, tile), rtol=1e-5, atol=1e-5)
+    assert_empty(line.receiver)
+
+
+@settings(calm, max_examples=80)
+@given(product=long_products())
+def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tuple[Shape, Tile, int]) -> None:
+    shape, tile, length = product
+    sent = list(streamed(0, operands_of(shape), tile, 0, 0, length, count()))
+    assert sum(d.nbytes for parcel in sent for d in parcel.data) == needed_bytes(shape, [tile])
+    inner = [int(parcel.pieces["inner"][0]) for parcel in sent]
+    assert sum(inner) == shape.inner
+    assert max(inner) <= length
+    assert [parcel.blocks["chunk"].item() for parcel in sent] == list(range(len(sent)))
+    assert {parcel.blocks["chunks"].item() for parcel in sent} == {len(sent)}
+
+
+def test_a_chunk_is_packed_when_its_turn_has_come_and_is_not_remembered() -> None:
+    """Otherwise the server would hold a second copy of what is too large for the device."""
+    operands = operands_of(Shape(1, 4, 30, 4), "strided", "transposed")
+    source = streamed(0, operands, [0, 1, 0, 4, 0, 4], 0, 0, 10, count())
+    next(source)
+    operands[0].array[:] = 5.0
+    assert all((next(source).data[0] == 5.0).all() for _ in range(2))
+    assert operands[0]._packed == operands[1]._packed == {}
+
+
+def chunks_of_two_blocks() -> tuple[Line, list[BlockRow], list[BlockRow], Array]:
+    """Blocks 0 and 1 of one product, three chunks each, all arrived; and what the product is."""
+    shape, line = Shape(1, 4, 30, 6), Line()
+    operands = operands_of(shape)
+    rows = [
+        [
+            row
+            for parcel in streamed(0, operands, [0, 1, 0, 4, column, 3], block, 0, 10, line.piece_ids)
+            for row in line.bring(parcel)
+        ]
+        for block, column in ((0, 0), (1, 3))
+    ]
+    return line, rows[0], rows[1], expected_of(operands, whole(shape))[0]
+
+
+def test_chunks_of_several_blocks_may_take_turns() -> None:
+    line, one, two, expected = chunks_of_two_blocks()
+    results = [line.receiver.product(row, NumpyKernel()) for pair in zip(one, two, strict=True) for row in pair]
+    assert results[:4] == [None] * 4
+    np.testing.assert_allclose(np.hstack([r for r in results if r is not None]), expected, rtol=1e-6)
+    assert_empty(line.receiver)
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        ((1,), "chunk 1 of block 0 of job 0 came after 0 chunks"),
+        ((2,), "chunk 2 of block 0 of job 0 came after 0 chunks"),
+        ((0, 2), "chunk 2 of block 0 of job 0 came after 1 chunks"),
+        ((0, 1, 0), "chunk 0 of block 0 of job 0 came after 2 chunks"),
+        ((0, 1, 1), "chunk 1 of block 0 of job 0 came after 2 chunks"),
+    ],
+    ids=str,
+)
+def test_a_chunk_out_of_turn_is_refused_and_spoils_no_other_block(order: tuple[int, ...], told: str) -> None:
+    line, one, two, expected = chunks_of_two_blocks()
+    assert line.receiver.product(two[0], NumpyKernel()) is None
+    *good, bad = order
+    for chunk in good:
+        assert line.receiver.product(one[chunk], NumpyKernel()) is None
+    if bad in good:  # it would have to be sent a second time
+        again = next(streamed(0, operands_of(Shape(1, 4, 30, 6)), [0, 1, 0, 4, 0, 3], 0, 0, 10, count(90)))
+        (row,) = line.bring(Parcel(again.pieces, with_chunk(again.blocks, bad), again.data))
+    else:
+        row = one[bad]
+    with pytest.raises(WireError, match=told):
+        line.receiver.product(row, NumpyKernel())
+    assert line.receiver.product(two[1], NumpyKernel()) is None
+    last = line.receiver.product(two[2], NumpyKernel())
+    assert last is not None
+    np.testing.assert_allclose(last, expected[:, 3:], rtol=1e-6)
+
+
+def with_chunk(blocks: NDArray[np.void], chunk: int) -> NDArray[np.void]:
+    changed = blocks.copy()
+    changed["chunk"] = chunk
+    return changed
+
+
+@pytest.mark.parametrize("computed", [0, 1, 2])
+def test_a_block_that_nobody_wants_any_more_leaves_nothing_behind(computed: int) -> None:
+    line, one, two, expected = chunks_of_two_blocks()
+    for row in one[:computed]:
+        line.receiver.product(row, NumpyKernel())
+    for row in one[computed:]:
+        line.receiver.skip(row)
+    results = [line.receiver.product(row, NumpyKernel()) for row in two]
+    assert results[2] is not None
+    np.testing.assert_allclose(results[2], expected[:, 3:], rtol=1e-6)
+    assert_empty(line.receiver)
+
+
+# ---- work that does not add up
+
+# pieces 10 and 11 hold 2 x 4 rows and 2 x 5 columns over an inner length of 3; one block takes all of both
+WORK = Work(
+    stamp_ns=0,
+    released=np.empty(0, "<u4"),
+    pieces=np.array([(10, OUTER_MAJOR, 2, 4, 3), (11, INNER_MAJOR, 2, 5, 3)], PIECE),
+    blocks=np.array([(0, 1, 0, 10, 11, 0, 0, 0, 0, 2, 4, 5, 0, 1, 216)], BLOCK),
+    data=[np.ones(24, np.float32), np.ones(30, np.float32)],
+)
+
+
+def block_with(**changes: int) -> Work:
+    blocks = WORK.blocks.copy()
+    for name, value in changes.items():
+        blocks[name] = value
+    return replace(WORK, blocks=blocks)
+
+
+def test_a_block_may_take_all_of_its_pieces() -> None:
+    operands = Operands()
+    operands.accept(transmit(WORK))
+    left, right = operands.factors(WORK.blocks[0].tolist())
+    assert (left.shape, right.shape) == ((2, 4, 3), (2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 5},
+        {"columns": 6},
+        {"batch": 3},
+        {"left_outer": 1},
+        {"right_outer": 1},
+        {"left_batch": 1},
+        {"right_batch": 1},
+        {"left_outer": 2**32 - 1},
+        {"right_outer": 2**32 - 4},
+        {"left_batch": 2**32 - 1},
+        {"rows": 2**32 - 1},
+        {"left_outer": 2**32 - 1, "rows": 2},
+        {"right_batch": 2**32 - 1, "batch": 2},
+    ],
+    ids=str,
+)
+def test_a_block_that_reaches_outside_its_piece_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(WireError, match=r"reaches beyond piece 1[01]"):
+        Operands().accept(transmit(block_with(**changes)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_block_of_an_unknown_piece_is_refused(side: str) -> None:
+    with pytest.raises(WireError, match="names piece 12, which is not there"):
+        Operands().accept(transmit(block_with(**{side: 12})))
+
+
+def test_a_block_of_a_released_piece_is_refused() -> None:
+    operands = Operands()
+    operands.accept(transmit(WORK))
+    later = replace(WORK, released=np.array([10], "<u4"), pieces=np.empty(0, PIECE), data=[])
+    with pytest.raises(WireError, match="names piece 10, which is not there"):
+        operands.accept(transmit(later))
+
+
+def test_a_block_whose_factors_do_not_fit_each_other_is_refused() -> None:
+    pieces = np.array([(10, OUTER_MAJOR, 2, 4, 3), (11, INNER_MAJOR, 2, 5, 2)], PIECE)
+    odd = replace(WORK, pieces=pieces, data=[np.ones(24, np.float32), np.ones(20, np.float32)])
+    with pytest.raises(WireError, match="inner lengths 3 and 2"):
+        Operands().accept(transmit(odd))
+
+
+def test_a_piece_that_comes_twice_is_refused() -> None:
+    """Otherwise its bytes are counted twice and its release fails."""
+    operands = Operands()
+    operands.accept(transmit(WORK))
+    with pytest.raises(WireError, match="10"):
+        operands.accept(transmit(WORK))
+
+
+@settings(calm, max_examples=120)
+@given(data=st.data())
+def test_work_with_changed_figures_is_refused_or_can_be_done_and_released(data: st.DataObject) -> None:
+    pieces, blocks = WORK.pieces.copy(), np.repeat(WORK.blocks, 2)
+    for _ in range(data.draw(st.integers(1, 4))):
+        table = data.draw(st.sampled_from((pieces, blocks)))
+        name = data.draw(st.sampled_from(table.dtype.names or ()))
+        value = data.draw(st.one_of(st.integers(0, 12), st.sampled_from([2**31, 2**32 - 1])))
+        table[name][data.draw(st.integers(0, len(table) - 1))] = value
+    operands = Operands()
+    try:
+        operands.accept(transmit(replace(WORK, pieces=pieces, blocks=blocks)))
+    except WireError:
+        pass
+    else:
+        for row in cast("list[BlockRow]", blocks.tolist()):
+            left, right = operands.factors(row)
+            assert (left @ right).size == row[9] * row[10] * row[11]
+    operands.drop(pieces["piece"].tolist())
+    assert operands.bytes == 0
