@@ -284,19 +284,15 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
     _, _, kind, _, count, stamp_ns = _HEADER.unpack(head)
     if count > MAX_ROWS:
         raise WireError(f"{count} rows in one message, at most {MAX_ROWS} are allowed")
-    body = buffers[1:]
+    return _decode_body(kind, buffers[1:], count, stamp_ns)
+
+
+def _decode_body(kind: int, body: Sequence[Any], count: int, stamp_ns: int) -> Message:
     match kind:
         case Kind.WORK:
             return _decode_work(body, count, stamp_ns)
         case Kind.RESULT:
-            if len(body) < 2:
-                raise WireError(f"RESULT of {len(body)} body frames, at least 2 are needed")
-            answers = _table(body[0], ANSWER, count, "answers")
-            if np.any(answers["status"] > TOO_LARGE):
-                raise WireError("an answer has an unknown status")
-            size = 4 * int(answers["cells"].sum(dtype=np.uint64))
-            parts = _parts_of(body[1:], size, "results")
-            return Result(answers, parts[0] if len(parts) == 1 else parts, stamp_ns)
+            return _decode_result(body, count, stamp_ns)
         case Kind.CANCEL:
             _expect(body, 1, "CANCEL")
             return Cancel(_table(body[0], REFERENCE, count, "blocks"))
@@ -306,42 +302,73 @@ def decode(frames: Sequence[zmq.Frame | bytes]) -> Message:
         case Kind.JOIN:
             return _decode_join(body, count)
         case Kind.WELCOME:
-            text = _load(body, 0, 1, "WELCOME")
-            heartbeat_s = text.get("heartbeat_s")
-            if not isinstance(heartbeat_s, int | float) or not 0.01 <= heartbeat_s <= 3600:
-                raise WireError("WELCOME without a heartbeat_s between 0.01 and 3600")
-            return Welcome(float(heartbeat_s), _text(text, "run", "WELCOME"))
+            return _decode_welcome(body)
         case Kind.REFUSED:
             return _decode_refused(body)
         case Kind.LEAVE:
-            text = _load(body, 1, 2, "LEAVE")
-            until_s = text.get("until_s")
-            if until_s is not None and not (type(until_s) in (int, float) and 0 <= until_s <= MAX_AWAY_S):
-                raise WireError(f"LEAVE whose until_s is not a number of seconds up to {MAX_AWAY_S:g}")
-            devices = _table(body[0], np.dtype("<u4"), count, "devices")
-            name = _text(text, "name", "LEAVE") if "name" in text else ""
-            return Leave(devices, _text(text, "reason", "LEAVE"), None if until_s is None else float(until_s), name)
+            return _decode_leave(body, count)
         case Kind.GOODBYE:
             return Goodbye(_text(_load(body, 0, 1, "GOODBYE"), "reason", "GOODBYE"))
         case Kind.PROBE:
-            text = _load(body[:2], 0, 2, "PROBE")
-            token, wanted, size = (_count(text, key, "PROBE") for key in ("token", "wanted_bytes", "data_bytes"))
-            if max(wanted, size) > MAX_PROBE_BYTES:
-                raise WireError(f"PROBE of more than {MAX_PROBE_BYTES} bytes")
-            return Probe(token, wanted, b"".join(_parts_of(body[1:], size, "a PROBE")))
+            return _decode_probe(body)
         case Kind.HELLO:
-            text = _load(body, 0, 1, "HELLO")
-            name, token_ = _text(text, "name", "HELLO"), text.get("token", "")
-            if len(name) > MAX_NAME_BYTES or not isinstance(token_, str) or len(token_) > MAX_TOKEN:
-                raise WireError("HELLO whose name or token is none")
-            return Hello(name, token_)
+            return _decode_hello(body)
         case Kind.TICKET:
-            text = _load(body, 0, 1, "TICKET")
-            port, password = _count(text, "port", "TICKET"), _text(text, "password", "TICKET")
-            if not 1 <= port <= 65535 or len(password) > MAX_TOKEN:
-                raise WireError("TICKET whose port or password is none")
-            return Ticket(port, password)
+            return _decode_ticket(body)
     raise WireError(f"unknown kind of message: {kind}")
+
+
+def _decode_result(body: Sequence[Any], count: int, stamp_ns: int) -> Result:
+    if len(body) < 2:
+        raise WireError(f"RESULT of {len(body)} body frames, at least 2 are needed")
+    answers = _table(body[0], ANSWER, count, "answers")
+    if np.any(answers["status"] > TOO_LARGE):
+        raise WireError("an answer has an unknown status")
+    size = 4 * int(answers["cells"].sum(dtype=np.uint64))
+    parts = _parts_of(body[1:], size, "results")
+    return Result(answers, parts[0] if len(parts) == 1 else parts, stamp_ns)
+
+
+def _decode_welcome(body: Sequence[Any]) -> Welcome:
+    text = _load(body, 0, 1, "WELCOME")
+    heartbeat_s = text.get("heartbeat_s")
+    if not isinstance(heartbeat_s, int | float) or not 0.01 <= heartbeat_s <= 3600:
+        raise WireError("WELCOME without a heartbeat_s between 0.01 and 3600")
+    return Welcome(float(heartbeat_s), _text(text, "run", "WELCOME"))
+
+
+def _decode_leave(body: Sequence[Any], count: int) -> Leave:
+    text = _load(body, 1, 2, "LEAVE")
+    until_s = text.get("until_s")
+    if until_s is not None and not (type(until_s) in (int, float) and 0 <= until_s <= MAX_AWAY_S):
+        raise WireError(f"LEAVE whose until_s is not a number of seconds up to {MAX_AWAY_S:g}")
+    devices = _table(body[0], np.dtype("<u4"), count, "devices")
+    name = _text(text, "name", "LEAVE") if "name" in text else ""
+    return Leave(devices, _text(text, "reason", "LEAVE"), None if until_s is None else float(until_s), name)
+
+
+def _decode_probe(body: Sequence[Any]) -> Probe:
+    text = _load(body[:2], 0, 2, "PROBE")
+    token, wanted, size = (_count(text, key, "PROBE") for key in ("token", "wanted_bytes", "data_bytes"))
+    if max(wanted, size) > MAX_PROBE_BYTES:
+        raise WireError(f"PROBE of more than {MAX_PROBE_BYTES} bytes")
+    return Probe(token, wanted, b"".join(_parts_of(body[1:], size, "a PROBE")))
+
+
+def _decode_hello(body: Sequence[Any]) -> Hello:
+    text = _load(body, 0, 1, "HELLO")
+    name, token = _text(text, "name", "HELLO"), text.get("token", "")
+    if len(name) > MAX_NAME_BYTES or not isinstance(token, str) or len(token) > MAX_TOKEN:
+        raise WireError("HELLO whose name or token is none")
+    return Hello(name, token)
+
+
+def _decode_ticket(body: Sequence[Any]) -> Ticket:
+    text = _load(body, 0, 1, "TICKET")
+    port, password = _count(text, "port", "TICKET"), _text(text, "password", "TICKET")
+    if not 1 <= port <= 65535 or len(password) > MAX_TOKEN:
+        raise WireError("TICKET whose port or password is none")
+    return Ticket(port, password)
 
 
 def refusal_of_another_version(frames: Sequence[zmq.Frame | bytes]) -> Refused | None:
