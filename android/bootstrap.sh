@@ -1,14 +1,14 @@
 #!/bin/sh
-# The Cleave agent in Termux: installs it, or mends what an earlier attempt left behind, and starts it.
+# The Cleave agent in Termux: installs it, or repairs an unfinished installation, and starts it.
 #
 #   sh bootstrap.sh [--boot] [--wake-lock] 'cleave://...' [options of the agent]
-#   sh bootstrap.sh update                                 another agent, the options as they were
+#   sh bootstrap.sh update                                 another agent with the same options
 #   cleave-agent start | stop | status | rules | update | log | boot on | boot off | uninstall [--packages]
 #
-# The server that hands this script out has written its address and the bundle's checksum into it. POSIX sh; every step
-# first looks whether it is done, and a file is moved to its place when it is whole: run it again after any trouble.
-# In a proot (or on any Linux) there is no pkg: python3, numpy and pyzmq must be there, all else is the same.
-# The agent is started by a loop of this script, the launcher, which brings the previous bundle back when a new one does
+# The server that hands out this script has written its address and the bundle's checksum into it. POSIX sh; every step
+# first checks whether it is done, and a file is moved into place when it is complete: run it again after any failure.
+# In a proot (or on any Linux) there is no pkg: python3, numpy and pyzmq must be installed; the rest is the same.
+# A loop of this script, the launcher, starts the agent and restores the previous bundle when a new one does
 # not start. It runs none of the bundle's code, and an update of the agent does not replace it.
 set -u
 
@@ -19,8 +19,8 @@ boot_script="$HOME/.termux/boot/cleave-agent"
 bin="${PREFIX:-$HOME/.local}/bin"
 command="$bin/cleave-agent"
 invitation="$folder/invitation"
-export CLEAVE_AGENT_STATE="$folder/state" CLEAVE_RULES="$folder/owner.toml" # what the agent keeps is removed with it
-export ORT_DISABLE_TELEMETRY=1 # or ONNX Runtime makes itself an identity among your files as soon as it is loaded
+export CLEAVE_AGENT_STATE="$folder/state" CLEAVE_RULES="$folder/owner.toml" # removed together with the agent
+export ORT_DISABLE_TELEMETRY=1 # else ONNX Runtime writes an ID into your files as soon as it is loaded
 
 say() { printf 'cleave: %s\n' "$*"; }
 
@@ -75,7 +75,7 @@ install_all() {
     fetch_bundle
     install_command
     self_test
-    if [ "$server" = --invitation ]; then # in a file of its own, which the agent removes when the server knows this phone
+    if [ "$server" = --invitation ]; then # in a file, which the agent removes when the server knows this phone
         remember "$invitation" "$1"
         server=--invitation-file
         shift
@@ -196,7 +196,7 @@ fetch_bundle() {
     if [ "$(checksum "$part")" != "$SHA256" ]; then
         rm -f "$part"
         fail "what came from $URL/agent.zip is not what the invitation promised (wrong checksum): it was thrown away. \
-Ask for a new invitation; if it happens again, somebody on the network changes what you fetch."
+Ask for a new invitation; if it happens again, the network changes what you fetch."
     fi
     rm -f "$folder/agent.zip.trial" # installed by hand: no trial
     said=$(mv -f "$part" "$folder/agent.zip" 2>&1) || explain "putting the agent in its place" "$said"
@@ -237,7 +237,7 @@ command again."
     say "self-test: NumPy is used; not ONNX Runtime: its test crashed"
 }
 
-remember() { # in file $1, one word a line
+remember() { # in file $1, one word per line
     file="$1"
     shift
     {
@@ -248,7 +248,7 @@ remember() { # in file $1, one word a line
     mv -f "$file.part" "$file"
 }
 
-update_all() { # with the bundle that this script was handed out with; the phone's own copy: with the one that waits
+update_all() { # with the bundle that belongs to this script; the phone's own copy: with the waiting one
     [ -s "$folder/options" ] || usage
     case "$SHA256" in
         *@*)
@@ -271,9 +271,9 @@ update_all() { # with the bundle that this script was handed out with; the phone
     install_all "$@"
 }
 
-# ---- what Android would otherwise decide
+# ---- settings that Android would otherwise decide
 
-ask() { # yes or no; no where there is nobody to ask
+ask() { # yes or no; no if there is no terminal
     if [ -n "$1" ]; then
         [ "$1" = yes ]
         return
@@ -334,7 +334,7 @@ is_process() { # sets pid to that in $1.pid; a number that now belongs to someth
     alive "$pid" && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q -- "$2"
 }
 
-alive() { # also a process that ended and was not waited for is none
+alive() { # a process that ended and was not waited for does not count
     case "$(cat "/proc/$1/stat" 2>/dev/null)" in '' | *") Z "*) return 1 ;; *) return 0 ;; esac
 }
 
@@ -397,11 +397,11 @@ stop_agent() {
 
 tries_at_most=2
 start_s="${CLEAVE_START_S:-120}" # from its start to joining; measuring the phone, once, takes up to 90 s
-settle_s="${CLEAVE_SETTLE_S:-5}" # then it must not crash for so long
+settle_s="${CLEAVE_SETTLE_S:-5}" # then it must not crash for this long
 
 launch() { # run the agent, and after an update the new one; see agent/identity/bundle_file.py for the files beside the bundle
     find_python
-    cd "$folder" || fail "there is no folder $folder" # Python takes modules from where it is started before all others
+    cd "$folder" || fail "there is no folder $folder" # Python looks for modules in the current folder first
     child='' stopping='' tries=0
     trap 'stopping=yes; if [ -n "$child" ]; then kill "$child" 2>/dev/null; fi' TERM INT
     while :; do
@@ -439,7 +439,7 @@ read_trial() { # sets trial: the number of a new bundle that has not proven itse
     trial=''
     [ -s "$folder/agent.zip.trial" ] || return 0
     read -r trial sum <"$folder/agent.zip.trial"
-    if [ "$(checksum "$folder/agent.zip")" != "$sum" ]; then # something broke off before it was put in its place
+    if [ "$(checksum "$folder/agent.zip")" != "$sum" ]; then # interrupted before it was put in place
         trial=''
         rm -f "$folder/agent.zip.trial"
     fi

@@ -230,7 +230,7 @@ def _encryption(result: dict[str, Any]) -> list[Row]:
     rows = []
     for way in ("down", "up"):
         rate, plain = (result[kind][way] for kind in ("encrypted", "plain"))
-        compared = f"plain {plain:.2f} GB/s; {result['encrypted']['cpu_s_a_gb']:.1f} s of CPU time per GB"
+        compared = f"plain {plain:.2f} GB/s; {result['encrypted']['cpu_s_per_gb']:.1f} s of CPU time per GB"
         rows.append(Row(f"(g) {way}, encrypted", f"{rate:.2f} GB/s", compared, rate / plain, "0.8 GB/s", rate >= 0.8))
     step = result["step"]
     took = f"{step['encrypted_s']:.2f} s, {100 * step['differs']:+.1f}%"

@@ -21,7 +21,7 @@ from testbed.bench.ours import LIMIT_S
 from testbed.launch.processes import Pods
 
 # 4 KiB down and 4 KiB up per block, as in the project's platform notes
-SIDE, INNER, BLOCKS_A_MESSAGE = 32, 16, 10
+SIDE, INNER, BLOCKS_PER_MESSAGE = 32, 16, 10
 HEARTBEAT_S = 0.5
 RELEASED_AFTER = 600  # messages: three seconds, by which time the answers are back
 
@@ -76,16 +76,16 @@ def _one_pass(
 ) -> NDArray[np.float64]:
     """Lateness of every answer, in seconds; a negative one arrived early."""
     rng = np.random.default_rng(blocks)
-    moments = np.sort(rng.uniform(0.0, lasting_s, blocks // BLOCKS_A_MESSAGE)).tolist()
+    moments = np.sort(rng.uniform(0.0, lasting_s, blocks // BLOCKS_PER_MESSAGE)).tolist()
     identities = list(peers)
     late: list[float] = []
     begun = heartbeat = time.monotonic()
     sent = 0
-    while len(late) < sent * BLOCKS_A_MESSAGE or sent < len(moments):
+    while len(late) < sent * BLOCKS_PER_MESSAGE or sent < len(moments):
         now = time.monotonic()
         if sent < len(moments) and now >= begun + moments[sent]:
             identity = identities[sent % len(identities)]
-            device = rng.integers(0, peers[identity], BLOCKS_A_MESSAGE)
+            device = rng.integers(0, peers[identity], BLOCKS_PER_MESSAGE)
             send_frames(router, [identity, *encode(_work(turn * len(moments) + sent, device))])
             sent += 1
             continue

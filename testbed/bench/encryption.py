@@ -48,7 +48,7 @@ def measure(repeats: int = 3, steps: int = 3) -> dict[str, Any]:
     for kind in ("plain", "encrypted"):
         shapes = [figures for name, figures in told["throughput"].items() if name.startswith(kind)]
         told[kind] = {way: max(figures[way] for figures in shapes) for way in ("down", "up")}
-        told[kind]["cpu_s_a_gb"] = min(figures["cpu_s_a_gb"] for figures in shapes)
+        told[kind]["cpu_s_per_gb"] = min(figures["cpu_s_per_gb"] for figures in shapes)
     return told | {"step": step(steps)}
 
 
@@ -67,12 +67,12 @@ def throughput(repeats: int) -> dict[str, dict[str, float]]:
             for _ in range(repeats):
                 for kind, line in lines.items():
                     name = f"{kind}, {io_threads} I/O threads, {connections} connections"
-                    best = found.setdefault(name, {"down": 0.0, "up": 0.0, "cpu_s_a_gb": float("inf")})
+                    best = found.setdefault(name, {"down": 0.0, "up": 0.0, "cpu_s_per_gb": float("inf")})
                     before_s = line.processor_s()
                     for way, rate in (("down", line.down()), ("up", line.up())):
                         best[way] = max(best[way], rate)
                     used_s = line.processor_s() - before_s
-                    best["cpu_s_a_gb"] = min(best["cpu_s_a_gb"], used_s / (2 * FRAMES * FRAME / 1e9))
+                    best["cpu_s_per_gb"] = min(best["cpu_s_per_gb"], used_s / (2 * FRAMES * FRAME / 1e9))
     return found
 
 

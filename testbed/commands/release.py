@@ -92,7 +92,8 @@ def sign(
 def verify(
     bundle: Bundle_ = Path("agent.zip"),
     signer: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Public key or FILE.pub; otherwise whom the server trusts.")
+        str | None,
+        typer.Option(metavar="KEY", help="Public key or FILE.pub; by default the signer that the server trusts."),
     ] = None,
     state: State = None,
 ) -> None:

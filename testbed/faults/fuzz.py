@@ -43,7 +43,7 @@ BATCH = 50  # mutated messages per connection; for an admitted one, the first in
 RAW_BATCH = 10  # bare connections
 OPEN = 200  # simultaneous connections
 ALIVE_EVERY = 20  # calls between checks that a well-behaved device is answered
-JOINS_OF_A_KEY = 15  # fewer than a server allows in a row
+JOINS_PER_KEY = 15  # fewer than a server allows in a row
 # callers and their weights
 KINDS = {"raw": 10, "knocking": 10, "enrolling": 10, "stranger": 15, "invited": 25, "pod": 25, "ticket": 5}
 ENDPOINTS = ("plain", "data", "encrypted", "enrolment")
@@ -159,7 +159,7 @@ class _Callers:
     ) -> None:
         self._context, self._where, self._access, self._outcome = context, where, access, outcome
         self._recorded = _record_handshake(context, where)
-        self._keys, self._joins = Keys.new(), JOINS_OF_A_KEY
+        self._keys, self._joins = Keys.new(), JOINS_PER_KEY
         self._token = ""
         self._open: deque[zmq.Socket[bytes] | socket.socket] = deque()
         self._calls = 0
@@ -259,7 +259,7 @@ class _Callers:
 
     def _invited(self) -> Keys:
         """The same keys for some sessions, then new ones, which are first enrolled with an invitation."""
-        if self._joins >= JOINS_OF_A_KEY:
+        if self._joins >= JOINS_PER_KEY:
             self._keys, self._joins = Keys.new(), 0
             if self._outcome.sent["keys"] % 100 == 0:
                 self._token = parse_link(new_invitation(self._access, 100, 3600.0, []).link).token

@@ -286,13 +286,13 @@ class Fault(_Section):
 
     @model_validator(mode="after")
     def _what_it_needs(self) -> Fault:
-        whom = [key for key in ("devices", "share", "network") if getattr(self, key) is not None]
+        targets = [key for key in ("devices", "share", "network") if getattr(self, key) is not None]
         if self.do in _OF_PODS:
-            if whom:
-                raise ValueError(f'"{self.do}" is done to whole pods: write pods = 1 instead of {whom[0]}')
+            if targets:
+                raise ValueError(f'"{self.do}" is done to whole pods: write pods = 1 instead of {targets[0]}')
         elif self.pods is not None:
             raise ValueError(f'"{self.do}" is done to devices: write devices = 5, share = "10%" or network instead')
-        elif len(whom) != 1:
+        elif len(targets) != 1:
             raise ValueError(
                 f'give one of devices = 5, share = "10%" or network = "uk-ftth" to say which devices "{self.do}" is for'
             )
