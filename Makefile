@@ -50,7 +50,7 @@ chaos: $(RUNTIME) ## run seeded faults on the real dispatcher, checked after eve
 	@$(BIN)/python -m testbed.faults.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)
 
 fuzz: $(RUNTIME) ## send nonsense to a real server, before and after admission; MESSAGES=1000000 SEED=1
-	@$(BIN)/python -m testbed.faults.fuzz --messages $(or $(MESSAGES),100000) --seed $(or $(SEED),0)
+	@$(BIN)/python -m testbed.faults.fuzz --messages $(or $(MESSAGES),200000) --seed $(or $(SEED),0)
 
 phones: $(RUNTIME) ## deploy to every phone on adb; DRY=1 prints every adb command, PORT=5555 of the server
 	@$(BIN)/cleave phones start $(if $(DRY),--dry-run) $(if $(PORT),--server-port $(PORT))

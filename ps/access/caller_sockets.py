@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from agent.protocol.connection import HANDSHAKE_FAILED
+from agent.protocol.connection import HANDSHAKE_FAILED, next_event
 from ps.access.admission import ENCRYPTED, Refusals
 from ps.access.guard import why_refused
 
@@ -42,8 +41,7 @@ class CallerSocket:
         if self.failures is not None:
             with contextlib.suppress(zmq.ZMQError):
                 while self.failures.poll(0):
-                    failure = recv_monitor_message(self.failures)
-                    why_refused(failure["event"], failure["value"], refusals)
+                    why_refused(*next_event(self.failures), refusals)
                 self.zmq_socket.disable_monitor()
             self.failures.close(linger=0)
         self.zmq_socket.close(linger=0)

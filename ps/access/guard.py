@@ -15,10 +15,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from agent.protocol.arriving import Address, bytes_received, local_port, other_end
-from agent.protocol.connection import HANDSHAKE_FAILED
+from agent.protocol.connection import HANDSHAKE_FAILED, next_event
 from ps.access.admission import Refusals
 from ps.access.pending import Limits, PendingConnections
 
@@ -179,15 +178,15 @@ class Guard:
         for _ in range(EVENTS_PER_TURN):
             if not self.monitor.poll(0):
                 break
-            event = recv_monitor_message(self.monitor)
-            match event["event"]:
+            event, value = next_event(self.monitor)
+            match event:
                 case zmq.EVENT_ACCEPTED:
-                    self._accepted(event["value"])
+                    self._accepted(value)
                 case zmq.EVENT_DISCONNECTED:
-                    self._gone(event["value"])
+                    self._gone(value)
                 case failed:
                     refused = True
-                    why_refused(failed, event["value"], self._refusals)
+                    why_refused(failed, value, self._refusals)
         return self.look(time.monotonic()) or refused
 
     def _accepted(self, descriptor: int) -> None:

@@ -77,6 +77,11 @@ class Records:
     ) -> None:
         self._jobs[job] = (name, step, shape.inner, tiles, sent_ns)
 
+    @property
+    def products(self) -> int:
+        """How many are kept."""
+        return len(self._jobs)
+
     def columns(self) -> dict[str, NDArray[Any]]:
         """One row per block, in order of arrival; times in seconds since the first block was sent."""
         if not self._answers:

@@ -1,5 +1,6 @@
 """The server that `testbed/faults/fuzz.py` attacks, in its own process. It computes products all the while and checks
-them. Prints its addresses and, when its standard input ends, the outcome, one line of JSON each."""
+them. Prints its addresses, for each line of its standard input what it keeps at that moment, and, when that ends, the
+outcome; one line of JSON each."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import logging
 import sys
 import threading
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from ps.access.access_file import AccessFile
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server
+from testbed.faults.memory import memory
 
 SIZE = 32
 PATIENCE_S = 60.0
@@ -44,7 +47,7 @@ def main() -> int:
     print(json.dumps(where))
     sys.stdout.flush()
     ended = threading.Event()
-    threading.Thread(target=_wait_for_the_end, args=(ended,), daemon=True).start()
+    threading.Thread(target=_answer, args=(server, ended), daemon=True).start()
     rng, products, wrong = np.random.default_rng(0), 0, 0
     while not ended.wait(1.0):
         left, right = (rng.standard_normal((1, SIZE, SIZE), dtype=np.float32) for _ in range(2))
@@ -76,8 +79,16 @@ def main() -> int:
     return 0
 
 
-def _wait_for_the_end(ended: threading.Event) -> None:
-    sys.stdin.read()
+def _answer(server: Server, ended: threading.Event) -> None:
+    """Until the end of the standard input."""
+    for _ in sys.stdin:
+        found = memory()
+        look = {
+            "devices": server.devices,
+            "products": server.records.products,
+            "memory": asdict(found) if found is not None else None,
+        }
+        print(json.dumps(look), flush=True)
     ended.set()
 
 
