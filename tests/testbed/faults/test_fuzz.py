@@ -117,10 +117,10 @@ def test_a_product_costs_a_server_no_less_than_the_judgement_leaves_out() -> Non
 
 
 def test_a_key_costs_a_server_no_less_than_the_judgement_leaves_out(tmp_path: Path) -> None:
-    access, refusals, many = AccessFile(tmp_path), Refusals(lambda text: None), 50
+    access, refusals, many = AccessFile(tmp_path), Refusals(lambda text: None), 200
     admission = ConnectionAdmission(access.impatient(), Tickets(), refusals)
-    door = JoinAdmission(access.impatient(), admission, refusals)
-    token = parse_link(new_invitation(access, 100, 3600.0, ["192.0.2.1:5555"]).link).token
+    joining = JoinAdmission(access.impatient(), admission, refusals)
+    token = parse_link(new_invitation(access, 300, 3600.0, ["192.0.2.1:5555"]).link).token
     join = Join(pack_profiles([Profile(1e9, 0.0, 1e8, 1e8, 0.01, 1 << 30, 8)]), ["fuzz"], {})
 
     def come(count: int) -> None:
@@ -128,9 +128,9 @@ def test_a_key_costs_a_server_no_less_than_the_judgement_leaves_out(tmp_path: Pa
             key = Keys.new().public
             assert admission.hello(key, Hello("fuzz", token)) is None
             assert admission.user_id(b"encrypted", b"CURVE", [z85.decode(key)]) is not None
-            assert door.may_read_join(Caller(key, of_the_run=False), 100) is None
-            assert door.admit(Caller(key, of_the_run=False), join, 0) is None
-        door.write()
+            assert joining.may_read_join(Caller(key, of_the_run=False), 100) is None
+            assert joining.admit(Caller(key, of_the_run=False), join, 0) is None
+        joining.write()
         assert len(admission.read().enrolled) >= count
 
     come(1)
