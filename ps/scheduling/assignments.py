@@ -32,7 +32,7 @@ from ps.scheduling.standing import Standing
 from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Orphan, State, Turn
 
 RECUT_OVER = 64  # devices, at most, that a lost rectangle is cut over: those that would finish it soonest
-THEFTS_A_TURN = 32
+THEFTS_PER_TURN = 32
 NOBODY = "no device is there"
 
 
@@ -249,7 +249,7 @@ class Assignments:
                     return
                 if record.in_flight or not record.alive or self._standing.owes_an_answer(device):
                     continue
-                if thefts == THEFTS_A_TURN or not self._steal(device):
+                if thefts == THEFTS_PER_TURN or not self._steal(device):
                     continue
                 thefts += 1
             while queue := record.critical or record.deferred:

@@ -26,7 +26,7 @@ from ps.scheduling.speculation import SpeculativeCopies
 from ps.scheduling.standing import Standing
 from ps.scheduling.state import CUT, Job, Key, State, Turn
 
-LATE_A_TURN = 32  # overdue blocks that get a speculative copy, per turn
+LATE_PER_TURN = 32  # overdue blocks that get a speculative copy, per turn
 FEW = 4  # devices: if more are late at once, the cause may lie between them and the server, and they get GRACE_S
 GRACE_S = 0.05  # about as long as a busy host's hitches; chosen by trial, as FEW was
 GRACE_AGAIN_S = 1.0  # shortest interval between grace periods
@@ -80,7 +80,7 @@ class Stragglers:
         waits for them moves to other devices."""
         self._standing.end_pauses()
         late = self._deadlines.overdue(
-            self._state.now_s, lambda device, key: key in self._state.devices[device].in_flight, LATE_A_TURN
+            self._state.now_s, lambda device, key: key in self._state.devices[device].in_flight, LATE_PER_TURN
         )
         for key in late:
             if key in self.copies:  # its copy began long ago; the pieces may wait for room that it takes
