@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import small_runs
+from small_runs import CLEAVE, RUN_LIMIT_S
 
 from emulator.model.fleet import Fleet, uniform_fleet
 from testbed.launch.pods import LaunchError
@@ -27,9 +29,7 @@ from testbed.results.keeping import Keeping
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
 
-RUN_LIMIT_S = 120.0
-CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
-SMALL = ("--devices", "12", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+SMALL = ("--devices", "12", *small_runs.SMALL)
 
 
 def fleet_of(count: int) -> Fleet:

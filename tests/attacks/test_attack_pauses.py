@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import small_runs
 from processes import LIMIT_S, Multiplication, grid
+from small_runs import CLEAVE, RUN_LIMIT_S
 
 from agent.protocol.wire import JOIN_DEVICES
 from emulator.model.fleet import Fleet, uniform_fleet
@@ -29,9 +31,7 @@ from testbed.runs.watchdog import Patience, WaitedInVain, Watchdog
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
 
-RUN_LIMIT_S = 120.0
-CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
-SMALL = ("--devices", "12", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+SMALL = ("--devices", "12", *small_runs.SMALL)
 HEARTBEAT_S = 0.05  # a pod took a server for dead after 0.4 s
 
 SERVING = f"""

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import LIMIT_S, Multiplication, Stranger, grid, pod
+from small_runs import CLEAVE, RUN_LIMIT_S, SMALL
 from virtual_products import multiply
 
 from agent.protocol.profile import Profile, pack_profiles
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 COUNT = 13
 PRODUCTS = [(512, 128, 384), (512, 384, 128), (512, 128, 512), (128, 512, 512)] * 3
-CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
 
 
 # ---- devices that never answer
@@ -163,12 +163,11 @@ def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_ther
     clock: str, at: str, start: Start, tmp_path: Path
 ) -> None:
     """From the first block on, and after some were answered: all live, and all hang."""
-    small = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
     fault = f'[{{at = "{at}", do = "mute", devices = 3}}]'
     patience = ("--set", "training.wait_for_devices=2 s", "--set", f"clock.kind={clock}")
-    words = ("run", "quickstart", "--devices", "3", "--steps", "40", *small, *patience, "--set", f"faults={fault}")
+    words = ("run", "quickstart", "--devices", "3", "--steps", "40", *SMALL, *patience, "--set", f"faults={fault}")
     program = start("-c", CLEAVE, *words, "--results", str(tmp_path))
-    assert program.wait(115.0) == 1, program.output
+    assert program.wait(RUN_LIMIT_S) == 1, program.output
     assert "Traceback" not in program.output
     assert "stopped after step" in program.output
     (folder,) = tmp_path.iterdir()
@@ -209,10 +208,9 @@ def test_a_run_over_sockets_with_a_third_of_the_fleet_silent_ends_with_the_exact
     start: Start, tmp_path: Path
 ) -> None:
     faults = '[{at = "0 s", do = "mute", devices = 4}]'
-    small = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
-    words = ("run", "quickstart", "--devices", "13", "--steps", "1", *small, "--set", f"faults={faults}")
+    words = ("run", "quickstart", "--devices", "13", "--steps", "1", *SMALL, "--set", f"faults={faults}")
     program = start("-c", CLEAVE, *words, "--results", str(tmp_path))
-    assert program.wait(115.0) == 0, program.output
+    assert program.wait(RUN_LIMIT_S) == 0, program.output
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["loss_max_abs_diff"] <= 1e-4

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import small_runs
+from small_runs import RUN_LIMIT_S
 
 from agent.identity.invitation import parse_link
 
 if TYPE_CHECKING:
     from conftest import Start
 
-RUN_LIMIT_S = 90.0
-FASTER = ("--set", "fleet.line_share=1.0")
-SMALL = ("--devices", "4", "--steps", "6", "--set", "data.batch=2", "--set", "data.sequence=16", *FASTER)
+SMALL = ("--devices", "4", "--steps", "6", *small_runs.SMALL)
 FAST = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
 
 

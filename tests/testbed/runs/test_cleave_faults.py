@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pyarrow import parquet
+from small_runs import RUN_LIMIT_S
 
 if TYPE_CHECKING:
     from conftest import Start
 
-RUN_LIMIT_S = 110.0
 CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
 SMALL = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
 CHURN = ("--devices", "30", "--steps", "4", "--set", "churn.kind=poisson", "--set", "churn.leave_per_minute=600%")

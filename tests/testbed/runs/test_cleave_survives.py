@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import small_runs
+from small_runs import CLEAVE, RUN_LIMIT_S
 
 if TYPE_CHECKING:
     from conftest import Start
 
-RUN_LIMIT_S = 90.0
-CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
-SMALL = ("--devices", "12", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+SMALL = ("--devices", "12", *small_runs.SMALL)
 STAY_DEAD = ("--set", "launch.restarts=0")
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import small_runs
 from rich.console import Console
+from small_runs import CLEAVE, RUN_LIMIT_S
 
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.zoo import load_device
@@ -24,9 +26,7 @@ from testbed.runs.scenario import ScenarioError, load_scenario
 if TYPE_CHECKING:
     from conftest import Program, Start
 
-RUN_LIMIT_S = 110.0
-CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
-SMALL = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0", "--steps", "2")
+SMALL = (*small_runs.SMALL, "--steps", "2")
 FAST = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms", "--once")
 
 
