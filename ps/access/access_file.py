@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agent.identity.files import LOCK_S, Busy, locked, private_folder, remove_parts, state_folder, write_private
 from agent.identity.keys import Keys
@@ -37,10 +38,44 @@ def server_folder() -> Path:
     return state_folder("CLEAVE_STATE", "cleave")
 
 
+class Disk(Protocol):
+    """Where the file lies. UserError: it cannot be written, or is locked by another process (Busy)."""
+
+    def stamp(self, path: Path) -> tuple[int, int, int]:
+        """Another one after each change; FileNotFoundError if there is no such file."""
+        ...
+
+    def read(self, path: Path) -> str: ...
+
+    def locked(self, path: Path, wait_s: float) -> AbstractContextManager[object]: ...
+
+    def write(self, path: Path, lines: Iterable[str], durable: bool) -> None:
+        """Replace the file, atomically, while holding its lock."""
+        ...
+
+
+class RealDisk:
+    def stamp(self, path: Path) -> tuple[int, int, int]:
+        status = path.stat()
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+    def read(self, path: Path) -> str:
+        return path.read_text(encoding="utf-8")
+
+    def locked(self, path: Path, wait_s: float) -> AbstractContextManager[object]:
+        private_folder(path.parent)
+        return locked(path, wait_s=wait_s)
+
+    def write(self, path: Path, lines: Iterable[str], durable: bool) -> None:
+        remove_parts(path)
+        write_private(path, lines, durable=durable)
+
+
 class AccessFile:
-    def __init__(self, folder: Path, keys: bool = True, wait_s: float = LOCK_S) -> None:
+    def __init__(self, folder: Path, keys: bool = True, wait_s: float = LOCK_S, disk: Disk | None = None) -> None:
         """Creates the server's keys if there are none. Without `keys` nothing is written before the first change.
-        `wait_s`: longest wait for the lock; then Busy is raised."""
+        `wait_s`: longest wait for the lock; then Busy is raised. `disk`: another one than this machine's."""
+        self._disk: Disk = disk or RealDisk()
         self.path = folder / "access.json"
         self._lock = self.path.with_name("access.lock")
         self._wait_s = wait_s
@@ -62,23 +97,22 @@ class AccessFile:
 
     def impatient(self) -> AccessFile:
         """The same file, for a thread of the server that must not wait."""
-        return AccessFile(self.path.parent, keys=False, wait_s=SERVER_WAIT_S)
+        return AccessFile(self.path.parent, keys=False, wait_s=SERVER_WAIT_S, disk=self._disk)
 
     def read(self) -> AccessList:
         """The present contents. Costs almost nothing if the file has not changed."""
         stamp = self._look()
         if stamp is not None and stamp != self._stamp:
-            self._access_list, self._stamp = _from_text(self.path), stamp
+            self._access_list, self._stamp = _from_text(self.path, self._disk), stamp
         return self._access_list
 
     def _look(self) -> tuple[int, int, int] | None:
         try:
-            status = self.path.stat()
+            return self._disk.stamp(self.path)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from None
-        return status.st_mtime_ns, status.st_ino, status.st_size
 
     def change(
         self,
@@ -89,15 +123,13 @@ class AccessFile:
     ) -> Answer:
         """Replace the access list by the one that `how` makes of it, and return what else `how` returns. `durable`: the
         change survives a power cut, which takes a disk some milliseconds."""
-        private_folder(self.path.parent)
-        with locked(self._lock, wait_s=self._wait_s if wait_s is None else wait_s):
+        with self._disk.locked(self._lock, self._wait_s if wait_s is None else wait_s):
             access_list = before = self.read()
             for earlier in self._later:
                 access_list = earlier(access_list)
             following, answer = how(access_list)
             if following != before:
-                remove_parts(self.path)
-                write_private(self.path, _as_lines(following), durable=durable or self._later_durable)
+                self._disk.write(self.path, _as_lines(following), durable or self._later_durable)
                 self._access_list, self._stamp = following, self._look()  # no other process writes meanwhile
             self._later.clear()
             self._later_durable = False
@@ -138,10 +170,10 @@ def _as_lines(access_list: AccessList) -> Iterator[str]:
     yield "\n}\n"
 
 
-def _from_text(path: Path) -> AccessList:
+def _from_text(path: Path, disk: Disk) -> AccessList:
     """Checks every value: a value of the wrong type would stop a server much later, when it is used."""
     try:
-        saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        saved: dict[str, Any] = json.loads(disk.read(path))
         if saved.pop("version") not in (1, VERSION):
             raise UserError(f"{path} was written by another version of this program; move it away to begin anew")
         access_list = AccessList(

@@ -82,9 +82,11 @@ class ConnectionAdmission:
         tickets: Tickets,
         refusals: Refusals,
         now_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`access`: an instance of its own for this thread."""
         self._access, self._tickets, self._refusals, self._now_s = access, tickets, refusals, now_s
+        self._monotonic_s = monotonic_s
         self._secret_prefix = secrets.token_hex(16)
         self._lines = itertools.count(1)
         self._latest = AccessList()  # the last one that could be read
@@ -104,7 +106,7 @@ class ConnectionAdmission:
         """User-Id of a new connection to the data endpoints; None: refused."""
         match domain, mechanism, credentials:
             case [b"local", b"PLAIN", [_, password]]:
-                whose = self._tickets.take(password.decode(errors="replace"), time.monotonic())
+                whose = self._tickets.take(password.decode(errors="replace"), self._monotonic_s())
                 if whose is None:
                     self._refusals.refuse("", "a connection", "it has no ticket from the entrance")
                     return None
@@ -120,7 +122,7 @@ class ConnectionAdmission:
     def _count_handshake(self, key: str) -> None:
         """Limit handshakes per key: each makes a connection that may stay silent for seconds, under a routing id of its
         choice."""
-        now_s = time.monotonic()
+        now_s = self._monotonic_s()
         budget = self._handshakes.setdefault(key, Budget.full(*HANDSHAKES, now_s))
         if key not in self.trusted and not budget.take(1, now_s):
             self._refusals.refuse(key, "a connection", "it connects too often")
@@ -171,7 +173,7 @@ class ConnectionAdmission:
     # ---- at the entrance
 
     def ticket(self) -> str:
-        return self._tickets.issue(time.monotonic())
+        return self._tickets.issue(self._monotonic_s())
 
     def hello(self, key: str, hello: Hello) -> Refusal | None:
         """Whether the holder of this key may join, with this token if it needs one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 
@@ -25,15 +26,26 @@ from ps.access.listening import (
     port_of,
 )
 from ps.access.routing_ids import RoutingIds
+from ps.outside import Outside
 
 IO_THREADS = 2  # one thread encrypts about 1 GB/s
+
+
+class Watch(Protocol):
+    """Runs beside the server's loop: admits connections, and cuts those that do not join."""
+
+    refused: int
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     context: zmq.Context[zmq.Socket[bytes]]
     router: zmq.Socket[bytes]  # of admitted connections
-    entrance: Entrance
+    entrance: Watch
     routing_ids: RoutingIds  # of the router's connections
     guard: Guard
     admission: ConnectionAdmission
@@ -56,6 +68,7 @@ def open_endpoints(
     access: AccessFile | None,
     say: Callable[[str], None],
     bundle: Callable[[], tuple[str, str]],
+    outside: Outside,
 ) -> Endpoints:
     """Open all endpoints, or none if one of them fails."""
     encrypted = [*listen, *unlisted]
@@ -70,7 +83,7 @@ def open_endpoints(
         questions = context.socket(zmq.REP)
         questions.bind("inproc://zeromq.zap.01")
         tickets, refusals = Tickets(), Refusals(say)
-        routing_ids, guard = RoutingIds(context, router), Guard(router, refusals)
+        routing_ids, guard = RoutingIds(context, router), Guard(router, refusals, outside)
         data_address = bind_local(router, host)
         guard.local_port = port_of(data_address)
         public: list[str] = []

@@ -7,19 +7,17 @@ reused. Limits before a key or password is known: `Limits`, `FIRST_BYTES`.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import zmq
 
-from agent.protocol.arriving import Address, bytes_received, local_port, other_end
+from agent.protocol.arriving import Address
 from agent.protocol.connection import HANDSHAKE_FAILED, next_event
 from ps.access.admission import Refusals
 from ps.access.pending import Limits, PendingConnections
+from ps.outside import Machine, Outside
 
 WATCHED = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 EVENTS_PER_TURN = 256
@@ -76,13 +74,14 @@ class _Quota:
 class Guard:
     """`attend` runs in the entrance's thread, everything else in the server's."""
 
-    def __init__(self, router: zmq.Socket[bytes], refusals: Refusals) -> None:
+    def __init__(self, router: zmq.Socket[bytes], refusals: Refusals, outside: Outside | None = None) -> None:
+        self._outside: Outside = outside or Machine()
         self.monitor: zmq.Socket[bytes] = router.get_monitor_socket(WATCHED)
         self.expected = 0  # connections of pods that may come at once
         self._router, self._refusals = router, refusals
         self.local_port = 0  # where local devices connect with tickets
         self.enrolled = 0  # enrolled devices that may come at once
-        self.all_read_s = time.monotonic()  # when the server's thread had last read everything
+        self.all_read_s = self._outside.now_s()  # when the server's thread had last read everything
         self._let_in_s: deque[float] = deque(maxlen=MOST_LET_IN)
         self._lock = threading.Lock()
         self._unjoined = PendingConnections(UNJOINED)
@@ -105,8 +104,8 @@ class Guard:
             quota.probes += 1
             if quota.probes > MOST_PROBES:
                 return False
-            self._unjoined.heard(descriptor, time.monotonic())
-            quota.read_bytes = bytes_received(descriptor)
+            self._unjoined.heard(descriptor, self._outside.now_s())
+            quota.read_bytes = self._outside.bytes_received(descriptor)
             quota.most_bytes = quota.read_bytes + MORE_BYTES
             if descriptor not in self._measuring:
                 self._measuring[descriptor] = key
@@ -117,16 +116,16 @@ class Guard:
 
     def send_away(self, descriptor: int) -> None:
         """It has not joined: allow it few further bytes."""
-        self.cut(descriptor, other_end(descriptor))
+        self.cut(descriptor, self._outside.other_end(descriptor))
         with self._lock:
             if (quota := self._quotas.get(descriptor)) is not None:
-                quota.most_bytes = min(quota.most_bytes, bytes_received(descriptor) + LAST_BYTES)
+                quota.most_bytes = min(quota.most_bytes, self._outside.bytes_received(descriptor) + LAST_BYTES)
 
     def joined(self, descriptor: int, identity: bytes) -> Address | None:
         """Address of the other end, which tells it from the next connection with this descriptor; None if it is
         gone."""
         with self._lock:
-            if (peer := other_end(descriptor)) is None:
+            if (peer := self._outside.other_end(descriptor)) is None:
                 return None
             held = self._joined.get(descriptor)
             if held is None or held.address != peer:
@@ -147,13 +146,17 @@ class Guard:
                 return
             del self._joined[descriptor]
             if self._peer.get(descriptor) == address:
-                self._come(descriptor, str(held.address[0]), bytes_received(descriptor), FIRST_BYTES)
+                self._come(descriptor, str(held.address[0]), self._outside.bytes_received(descriptor), FIRST_BYTES)
 
     def cut(self, descriptor: int, address: Address | None) -> None:
         """Cut the connection soon, unless devices have joined over it by then."""
         with self._lock:
-            if address is not None and descriptor not in self._joined and other_end(descriptor) == address:
-                self._cut_s.setdefault(descriptor, (time.monotonic() + LATER_S, address))
+            if (
+                address is not None
+                and descriptor not in self._joined
+                and self._outside.other_end(descriptor) == address
+            ):
+                self._cut_s.setdefault(descriptor, (self._outside.now_s() + LATER_S, address))
 
     # ---- the entrance's thread
 
@@ -187,10 +190,10 @@ class Guard:
                 case failed:
                     refused = True
                     why_refused(failed, value, self._refusals)
-        return self.look(time.monotonic()) or refused
+        return self.look(self._outside.now_s()) or refused
 
     def _accepted(self, descriptor: int) -> None:
-        peer = other_end(descriptor)
+        peer = self._outside.other_end(descriptor)
         with self._lock:
             if self._cut_s.get(descriptor, (0.0, peer))[1] != peer:
                 del self._cut_s[descriptor]
@@ -201,13 +204,13 @@ class Guard:
             if held is None or held.address != peer:  # it may have joined before its acceptance was reported
                 few = len(self._unjoined) < self._unjoined.limits.most
                 self._come(descriptor, str(peer[0]), 0, FIRST_BYTES if few else CROWDED_BYTES)
-                if self.local_port and local_port(descriptor) == self.local_port:
-                    self._silent_s[descriptor] = time.monotonic()
+                if self.local_port and self._outside.local_port(descriptor) == self.local_port:
+                    self._silent_s[descriptor] = self._outside.now_s()
 
     def _come(self, descriptor: int, address: str, read_bytes: int, more_bytes: int) -> None:
         self._no_more(descriptor)
         self._quotas[descriptor] = _Quota(read_bytes + more_bytes, read_bytes)
-        now_s = time.monotonic()
+        now_s = self._outside.now_s()
         for crowded in self._unjoined.came(descriptor, address, now_s, self._spare(now_s)):
             self._end(crowded, self._peer.get(crowded))
 
@@ -244,7 +247,7 @@ class Guard:
         """Connections that sent more than they may, and the largest ones if the total is too large."""
         waiting, over = [], []
         for descriptor in self._unjoined.all:
-            quota, received = self._quotas[descriptor], bytes_received(descriptor)
+            quota, received = self._quotas[descriptor], self._outside.bytes_received(descriptor)
             if received > quota.most_bytes:
                 over.append(descriptor)
             else:
@@ -263,7 +266,7 @@ class Guard:
         silent = [
             descriptor
             for descriptor, since_s in self._silent_s.items()
-            if since_s < before_s and bytes_received(descriptor) > PASSWORD_BYTES
+            if since_s < before_s and self._outside.bytes_received(descriptor) > PASSWORD_BYTES
         ]
         return silent[: max(0, len(silent) - MOST_SILENT)]
 
@@ -273,14 +276,9 @@ class Guard:
             self._no_more(descriptor)
         if (cut := self._cut_s.get(descriptor)) is not None and cut[1] == address:
             del self._cut_s[descriptor]
-        if address is None or other_end(descriptor) != address:
+        if address is None or self._outside.other_end(descriptor) != address:
             return  # it is closed
-        with contextlib.suppress(OSError):
-            view = socket.socket(fileno=descriptor)
-            try:
-                view.shutdown(socket.SHUT_RDWR)
-            finally:
-                view.detach()
+        self._outside.shut(descriptor)
 
     def close(self) -> None:
         self._router.disable_monitor()

@@ -151,7 +151,7 @@ class Deadlines:
         """How long a block with this expected time may take. If even the quickest block so far took several times what
         was expected, the devices are not the cause."""
         if self.cold:
-            return max(1.0, self._quickest) * (COLD_TIMES * expected_s + COLD_FLOOR_S)
+            return max(1.0, self._quickest) * COLD_TIMES * expected_s + COLD_FLOOR_S
         return self.margin(expected_s) * expected_s
 
     def postpone(self, keys: Sequence[Key], devices: Sequence[int], until_s: float) -> None:

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.protocol.units import format_duration
+from ps.scheduling.events import NameStragglers
 
 MOST = 1000  # departures and devices that are kept
 MOST_PROFILE = 1 << 16  # characters of a profile
+NAMED = 5  # devices per notice
 LOST, LEFT, SUSPENDED = "lost", "left", "suspended"  # how devices go
 
 
@@ -132,3 +134,14 @@ class Attendance:
 
 def _back(until_s: float | None) -> str:
     return "" if until_s is None else f"; it may be back in {format_duration(until_s)}"
+
+
+def stragglers_named(found: NameStragglers, labels: Sequence[str]) -> str:
+    """Text for people; names only some of the devices if there are many."""
+    waited_s, expected_s = found.waited_s[0], found.expected_s[0]
+    names = ", ".join(labels[device] for device in found.devices[:NAMED])
+    more = len(found.devices) - NAMED
+    others = f" and {more:,} others have" if more > 0 else " has" if len(found.devices) == 1 else " have"
+    return f"{names}{others} not answered a block for {waited_s:.1f} s ({expected_s:.1f} s expected): " + (
+        "no other device is there to compute it" if found.alone else "others compute it too"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -23,12 +23,14 @@ class Checking:
         totals: Totals,
         fleet: Callable[[], int] = lambda: 0,
         notice: Callable[[str], None] = lambda text: None,
+        chance: random.Random | None = None,
     ) -> None:
-        """`fleet`: returns how many devices are there now."""
+        """`fleet`: returns how many devices are there now. `chance`: devices must not foresee it."""
+        chance = chance or random.SystemRandom()
         self._jobs, self._totals, self._fleet, self._notice = jobs, totals, fleet, notice
-        self._secret = secrets.randbits(64)  # devices must not know how their blocks are checked
-        self._verifier = Verifier(secrets.randbits(64))
-        self._lot = Lot(secrets.randbelow)
+        self._secret = chance.getrandbits(64)  # devices must not know how their blocks are checked
+        self._verifier = Verifier(chance.getrandbits(64))
+        self._lot = Lot(chance.randrange)
         self._doubted = False
 
     def prepare(self, jobs: Iterable[tuple[int, Integers]]) -> None:

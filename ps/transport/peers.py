@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.protocol.arriving import NO_CONNECTION, Address, other_end
+from agent.protocol.arriving import NO_CONNECTION, Address
 from agent.protocol.wire import Frame
 from ps.access.allowance import Allowance
 from ps.transport.operands import Held, Parcel
@@ -54,11 +54,6 @@ class Peer:
             self.ids[index] = NO_DEVICE
 
     @property
-    def stands(self) -> bool:
-        """Has its connection still the other end that has joined? If not, its name may be somebody else's by now."""
-        return self.descriptor == NO_CONNECTION or other_end(self.descriptor) == self.other_end
-
-    @property
     def many(self) -> bool:
         return len(self.ids) > 1
 
@@ -90,6 +85,8 @@ class Peer:
                 self._released.append(piece)
 
     def finished(self, job: int) -> None:
+        for key in [key for key in self._lent if key[0] == job]:  # of a device that left before it answered
+            self.answered(*key)
         for held in self._of_job.pop(job, ()):
             self._released += held.ids
 
@@ -101,6 +98,12 @@ class Peer:
         """It is gone. Messages from it that are still unread refer to no device."""
         self.outbox, self.streams = _NOTHING_MORE, _NOTHING_MORE
         self.ids, self.index = [NO_DEVICE] * len(self.ids), {}
+
+    @property
+    def lent(self) -> int:
+        """Pieces that it holds and blocks that it has, as far as the server knows."""
+        held = [piece for pair in self._of_job.values() for side in pair for piece in side.ids]
+        return len(held) + len(self._lent) + sum(len(held.ids) for held in self._kept.values())
 
     @property
     def owes_release(self) -> bool:

@@ -10,7 +10,9 @@ from itertools import chain
 import numpy as np
 import zmq
 
+from agent.protocol.arriving import NO_CONNECTION
 from agent.protocol.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
+from ps.outside import Outside
 from ps.scheduling.events import CancelBlocks, SendBlocks, Sent, sends
 from ps.transport.jobs import Live, Totals
 from ps.transport.operands import Parcel, parcels, streamed
@@ -27,7 +29,9 @@ class Shipping:
         peer_of: Sequence[Peer],
         jobs: Mapping[int, Live],
         totals: Totals,
+        outside: Outside,
     ) -> None:
+        self._outside = outside
         self._router, self._peers, self._peer_of, self._jobs, self._totals = router, peers, peer_of, jobs, totals
 
     def send_blocks(self, instruction: SendBlocks, stamp_ns: int) -> list[Peer]:
@@ -118,10 +122,14 @@ class Shipping:
         peer.outbox.append(encode(message))
         return self.drain(peer)
 
+    def stands(self, peer: Peer) -> bool:
+        """Has its connection still the other end that has joined? If not, its name may be somebody else's by now."""
+        return peer.descriptor == NO_CONNECTION or self._outside.other_end(peer.descriptor) == peer.other_end
+
     def drain(self, peer: Peer) -> bool:
         """False if the peer is gone. What ZeroMQ does not take now waits in the outbox, and streams wait for the
         outbox. ZeroMQ sends to a name, which another connection may hold by now, so the connection is checked first."""
-        if (peer.outbox or peer.streams) and not peer.stands:
+        if (peer.outbox or peer.streams) and not self.stands(peer):
             return False
         while True:
             while peer.outbox:

@@ -51,9 +51,8 @@ from ps.scheduling.events import (
 )
 from ps.scheduling.shell import Shell
 from ps.scheduling.state import REACTION_S
-from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance
+from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance, stragglers_named
 from ps.transport.jobs import Live, Product, Totals
-from ps.transport.notices import stragglers_named
 from ps.transport.operands import Operand
 from ps.transport.records import Records
 from ps.transport.server import HEARTBEAT_S

@@ -178,8 +178,8 @@ def test_nothing_is_sent_to_a_name_whose_connection_is_another_one(serve: Serve,
         joined(thief, "thief")
         mine, others = (next(p for p in server._peers.values() if p.of_the_run is pods) for pods in (True, False))
         assert mine.line != others.line
-        assert mine.stands
-        assert others.stands
+        assert server._shipping.stands(mine)
+        assert server._shipping.stands(others)
         mine.other_end = others.other_end  # as if its descriptor had been given to another connection
         Multiplication(server, (1, 80, 40, 80), grid(80, 80, 40, [0, 1, 1, 1]))
         thief.receive_work()

@@ -64,6 +64,14 @@ def test_before_enough_is_known_the_cost_model_alone_sets_deadlines() -> None:
     assert deadlines.overdue(deadlines.next_s, anybody, most=10) == [(0, 0)]
 
 
+def test_one_late_first_answer_does_not_multiply_the_floor_of_the_cold_start() -> None:
+    """Found by the loop's world: a device that was stopped for 1.5 s answered its first block, expected in 16 ms, and
+    the next overdue block waited 100 s for its speculative copy."""
+    deadlines = Deadlines()
+    deadlines.returned([94.0], [0.016])
+    assert deadlines.allowed_s(0.016) == 94.0 * COLD_TIMES * 0.016 + COLD_FLOOR_S
+
+
 def test_what_was_sent_before_enough_was_known_is_judged_like_the_rest_as_soon_as_it_is() -> None:
     deadlines = Deadlines()
     deadlines.sent([(0, 0)], [0], now_s=10.0, expected_s=[2.0])

@@ -1,0 +1,100 @@
+"""What other threads ask of the server's thread, above all products: numbered, planned, begun.
+
+Planning for a large fleet takes seconds and has a thread of its own; what is submitted meanwhile waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ps.outside import Bell
+from ps.planning.background import PlanningThread
+from ps.planning.planner import Level
+from ps.scheduling.dispatcher import Dispatcher
+from ps.scheduling.events import JobsSubmitted, Submission
+from ps.transport.checking import Checking
+from ps.transport.jobs import Live, Product
+
+
+class Requests:
+    """Done by the server's thread, one per turn."""
+
+    def __init__(self, bell: Bell) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self.bell = bell  # rings when there is something to do
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, request: Callable[[], None]) -> None:
+        self._waiting.append(request)
+        self.wake()
+
+    def wake(self) -> None:
+        self.bell.ring()
+
+    def do_one(self) -> None:
+        if self._waiting:
+            self._waiting.popleft()()
+
+    def close(self) -> None:
+        self.bell.close()
+
+
+class Intake:
+    """Products from their submission until their first blocks leave."""
+
+    def __init__(
+        self,
+        jobs: dict[int, Live],
+        dispatcher: Dispatcher,
+        planning: PlanningThread,
+        checking: Checking | None,
+        tell: Callable[[JobsSubmitted], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        """`checking`: None if products are not verified. `now_s`: the dispatcher's time."""
+        self._jobs, self._dispatcher, self._planning, self._checking = jobs, dispatcher, planning, checking
+        self._tell, self._now_s = tell, now_s
+        self._waiting: deque[tuple[Sequence[Product], tuple[Level, ...]]] = deque()  # while plans are being made
+        self._next_job = 0
+
+    def begin(self, products: Sequence[Product], ahead: tuple[Level, ...]) -> None:
+        """Plan them and go."""
+        if self._planning.busy:
+            self._waiting.append((products, ahead))
+            return
+        numbered = dict(enumerate(products, self._next_job))
+        self._next_job += len(products)
+        submitted = JobsSubmitted(
+            [Submission(job, p.request, p.critical, p.plan, p.kept) for job, p in numbered.items()], ahead
+        )
+        inquiry = self._dispatcher.inquire(submitted, self._now_s())
+        if inquiry is not None and inquiry.takes_long:
+            asked = inquiry
+            self._planning.ask(
+                asked, lambda plans: self._go(numbered, self._dispatcher.with_plans(submitted, asked, plans))
+            )
+        elif inquiry is not None:
+            self._go(numbered, self._dispatcher.with_plans(submitted, inquiry, inquiry.answer()))
+        else:
+            self._go(numbered, submitted)
+
+    def _go(self, numbered: dict[int, Product], planned: JobsSubmitted) -> None:
+        self._jobs.update((job, Live(product)) for job, product in numbered.items())
+        self._tell(planned)
+        if self._checking is not None:
+            self._checking.prepare((new.job, new.plan.tiles) for new in planned.jobs if new.plan is not None)
+        ahead = self._dispatcher.inquire_ahead(self._now_s())
+        if ahead is not None and ahead.takes_long:
+            self._planning.ask(ahead, lambda _: self._begin_waiting())
+            return
+        if ahead is not None:
+            ahead.answer()
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """What was submitted while plans were made."""
+        while self._waiting and not self._planning.busy:
+            self.begin(*self._waiting.popleft())

@@ -1,0 +1,238 @@
+"""What connections say: read within a budget, told apart by connection, and passed on.
+
+The first message of a connection that has not joined is read only if its name was given by the ROUTER and its size is
+within what its caller may send. Results are collected and passed on once per read, as one batch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from agent.protocol.arriving import NO_CONNECTION, descriptor
+from agent.protocol.wire import (
+    MAX_PROBE_BYTES,
+    Heartbeat,
+    Join,
+    Kind,
+    Leave,
+    Message,
+    Probe,
+    Refused,
+    Result,
+    VersionMismatch,
+    WireError,
+    decode,
+    printable,
+)
+from ps.access.access_list import Refusal
+from ps.access.admission import Caller
+from ps.access.endpoints import Endpoints
+from ps.access.joining import PASSING
+from ps.access.routing_ids import HeldMessage
+from ps.outside import Outside
+from ps.transport.jobs import Totals
+from ps.transport.membership import Membership
+from ps.transport.peers import Peer
+from ps.transport.shipping import Shipping
+
+MESSAGES_A_TURN = 256  # answers taken before the rest of the loop gets its turn
+SENT_AWAY = 1024  # connections; each is cut within a second, and no more than a few hundred are open at a time
+COMPLAINTS = 1000  # connections whose nonsense is mentioned, once each
+NOTHING = memoryview(bytes(MAX_PROBE_BYTES))  # what probes are answered with; the same for all
+
+
+class Receiving:
+    def __init__(
+        self,
+        outside: Outside,
+        endpoints: Endpoints,
+        peers: dict[bytes, Peer],
+        shipping: Shipping,
+        membership: Membership,
+        totals: Totals,
+        answered: Callable[[list[tuple[Peer, Result]]], None],
+        bundle: Callable[[], tuple[str, str]],
+        say: Callable[[str], None],
+    ) -> None:
+        """`answered`: takes a batch of results; WireError if one of them makes no sense. `bundle`: where a signed agent
+        of this version is, and its SHA-256, for those that are too old."""
+        self._outside, self._router, self._guard = outside, endpoints.router, endpoints.guard
+        self._join_admission, self._admission, self._names = (
+            endpoints.join_admission,
+            endpoints.admission,
+            endpoints.routing_ids,
+        )
+        self._peers, self._shipping, self._membership, self._totals = peers, shipping, membership, totals
+        self._answered, self._bundle, self._say = answered, bundle, say
+        self._results: list[tuple[Peer, Result]] = []  # of this read
+        self._complained: set[bytes] = set()
+        self._sent_away: OrderedDict[bytes, None] = OrderedDict()
+
+    def read(self) -> bool:
+        """Take what has arrived; True if nothing is left."""
+        try:
+            for _ in range(MESSAGES_A_TURN):
+                try:
+                    frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return True
+                self._receive(frames[0].bytes, frames)
+            return False
+        finally:
+            self._take_answers()
+
+    def _take_answers(self) -> None:
+        """Deal with all results that were read, as one event."""
+        batch, self._results = self._results, []
+        if not batch:
+            return
+        try:
+            self._answered(batch)
+        except WireError:  # one of them makes no sense: find out which
+            for peer, message in batch:
+                try:
+                    self._answered([(peer, message)])
+                except WireError as error:
+                    self._complain(peer.identity, (), error)
+
+    # ---- of a connection that has joined
+
+    def _receive(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._receive_first(identity, frames)
+            return
+        caller = self._admission.caller(frames[0])
+        if caller is None or caller.line != peer.line:  # somebody has taken its name
+            self._take_answers()
+            self._membership.lose(peer, "its connection is gone")
+            self._send_away(identity, descriptor(frames[0]))
+            return
+        try:
+            message = decode(frames[1:])
+            peer.silent_beats = 0
+            if isinstance(message, Result):
+                if not peer.of_the_run and not peer.allowance.answered(len(message.answers)):
+                    raise WireError("more answers than it was given blocks")
+                self._results.append((peer, message))
+                return
+            if not peer.of_the_run and not peer.allowance.spoke():
+                raise WireError("more messages than a device has to say")
+            match message:
+                case Heartbeat():
+                    pass
+                case Join():
+                    self._membership.join_again(peer, caller, message, len(frames[3]))
+                case Probe():
+                    if (refusal := self._join_admission.may_read_probe(caller, len(message.data))) is not None:
+                        self._shipping.reply(identity, Refused(refusal.reason, final=False))
+                    else:
+                        self._probe(identity, caller, message)
+                case Leave():
+                    self._take_answers()  # what it returned before it left counts
+                    self._membership.leave(peer, message)
+                case _:
+                    raise WireError(f"a device may not send {type(message).__name__} here")
+        except WireError as error:
+            self._complain(identity, frames, error)
+
+    def _probe(self, identity: bytes, caller: Caller, probe: Probe) -> bool:
+        """Was it allowed?"""
+        if not caller.of_the_run and (refusal := self._join_admission.may_probe(caller, probe.wanted_bytes)):
+            self._shipping.reply(identity, Refused(refusal.reason, final=False))
+            return False
+        self._shipping.reply(identity, Probe(probe.token, 0, NOTHING[: probe.wanted_bytes]))
+        return True
+
+    # ---- of one that has not
+
+    def _receive_first(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        """From a connection that was let in and has not joined. ZeroMQ lets a client choose its connection's name: one
+        that another had a moment ago, or will have, must not stand for that one, so names that were chosen are not
+        heard."""
+        if identity in self._sent_away:
+            return
+        caller, connection = self._admission.caller(frames[0]), descriptor(frames[0])
+        if caller is None and (judged := self._names.hear(identity, frames)) is not None:
+            self._names_are_known(*judged)
+            return
+        given = self._names.is_given(identity)
+        if caller is not None and given is None and self._names.hold(identity, frames):
+            return
+        if caller is None or not given:
+            self._send_away(identity, connection)
+            return
+        stays = caller.of_the_run
+        try:
+            if (refusal := self._may_read(caller, frames)) is not None:
+                self._shipping.reply(identity, Refused(refusal.reason, final=refusal not in PASSING))
+            else:
+                stays |= self._heard_first(identity, caller, connection, decode(frames[1:]))
+        except WireError as error:
+            self._complain(identity, frames, error)
+            return
+        if not stays:
+            self._send_away(identity, connection)
+
+    def _may_read(self, caller: Caller, frames: Sequence[zmq.Frame]) -> Refusal | None:
+        """Before a word of one that has not joined is parsed, which costs more than all before."""
+        kind = bytes(frames[1].buffer[5:6]) if len(frames) > 1 else b""
+        if kind == bytes([Kind.JOIN]) and len(frames) == 4:
+            return self._join_admission.may_read_join(caller, len(frames[3]))
+        if kind == bytes([Kind.PROBE]):
+            return self._join_admission.may_read_probe(caller, sum(map(len, frames)))
+        return None
+
+    def _names_are_known(self, given: Sequence[HeldMessage], chosen: Sequence[HeldMessage]) -> None:
+        for held in chosen:
+            self._send_away(held.identity, descriptor(held.frames[0]))
+        for held in given:
+            self._receive(held.identity, held.frames)
+
+    def _heard_first(self, identity: bytes, caller: Caller, connection: int, message: Message) -> bool:
+        """False: it has nothing more to say before it comes again."""
+        match message:
+            case Join():
+                end = self._outside.other_end(connection)
+                if connection != NO_CONNECTION and end is None:
+                    return False  # it is gone again
+                self._membership.join(identity, caller, message, connection, end)
+                if identity not in self._peers:
+                    return False
+                self._guard.joined(connection, identity)
+                return True
+            case Probe():
+                return self._guard.probed(connection, caller.key) and self._probe(identity, caller, message)
+            case Leave(name=name) if name:
+                if (
+                    self._join_admission.may_read_probe(caller, len(name)) is None
+                    and self._join_admission.may_probe(caller, 0) is None
+                ):
+                    self._membership.stays_away(printable(name), printable(message.reason), message.until_s)
+            case _:
+                self._shipping.reply(identity, Refused("this server does not know you: join first", final=False))
+        return False
+
+    def _send_away(self, identity: bytes, connection: int) -> None:
+        """It has not joined, and is not heard any more."""
+        self._sent_away[identity] = None
+        if len(self._sent_away) > SENT_AWAY:
+            self._sent_away.popitem(last=False)
+        self._guard.send_away(connection)
+
+    def _complain(self, identity: bytes, frames: Sequence[zmq.Frame], error: WireError) -> None:
+        """Its connection is over: it may come again, by the entrance, and its blocks do not wait for it."""
+        self._totals.dropped_messages += 1
+        if identity not in self._complained and len(self._complained) < COMPLAINTS:
+            self._complained.add(identity)
+            self._say(f"dropped a message that makes no sense: {error}")
+        final = isinstance(error, VersionMismatch)
+        text = f"{error}" + ("; update the agent" if final else "")
+        self._shipping.reply(identity, Refused(text, final, *(self._bundle() if final else ("", ""))))
+        if (peer := self._peers.get(identity)) is not None:
+            self._membership.cut(peer, "it sent what makes no sense")
+        elif frames:
+            self._send_away(identity, descriptor(frames[0]))

@@ -1,0 +1,25 @@
+"""What the server remembers of a connection."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ps.transport.operands import Operand, parcels
+from ps.transport.peers import Peer
+
+
+def test_what_a_device_had_when_it_left_is_released_when_the_product_ends() -> None:
+    """Found by the loop's world: a device that left its connection open kept its blocks in the server's memory."""
+    peer = Peer(b"a", {})
+    peer.add([0])
+    left, right = (Operand(np.ones((1, 4, 3), np.float32)) for _ in range(2))
+    held = peer.held(7, (left.id, right.id), kept=0)
+    boxes, one = np.array([[0, 1, 0, 4, 0, 4]]), np.zeros(1, np.int64)
+    for parcel in parcels(7, (left, right), boxes, one, one, one, held, peer.piece_ids, apart=True):
+        peer.lend(7, held, 0, parcel)
+    assert peer.lent
+    peer.finished(7)
+    assert not peer.lent
+    assert sorted(peer.take_released().tolist()) == [0, 1], "each piece once"
+    peer.answered(7, 0)
+    assert not peer.owes_release, "an answer that comes later releases nothing again"
