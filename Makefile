@@ -46,7 +46,7 @@ lint: $(DEV) ## run ruff and mypy --strict
 bench: $(RUNTIME) ## run the benchmarks; PEERS=1 also runs Ray and Dask
 	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers)
 
-chaos: $(RUNTIME) ## run seeded faults on the real dispatcher, checked after every event; TIME_S=600 SEED=1
+chaos: $(RUNTIME) ## run seeded faults on the real dispatcher and the server's loop, in virtual time; TIME_S=600 SEED=1
 	@$(BIN)/python -m testbed.faults.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)
 
 fuzz: $(RUNTIME) ## send nonsense to a real server, before and after admission; MESSAGES=1000000 SEED=1

@@ -1,8 +1,9 @@
 """Deterministic chaos: `python -m testbed.faults.chaos --seconds 60 --seed 0`, or `make chaos`.
 
-The real dispatcher and planner run in one small world after another (testbed/faults/chaos_world.py) in virtual time,
-each made from a seed and full of faults; after every event all promises are checked. A world that breaks one is shrunk
-to the fewest and simplest operations that break it in the same way, and printed as a test to paste.
+Small worlds in virtual time, one after another, each made from a seed and full of faults. Half of the time the real
+dispatcher and planner run in them (testbed/faults/chaos_world.py), the other half the whole server, turn by turn of its
+own loop (testbed/faults/loop_world.py). After every event or turn all promises are checked. A world that breaks one is
+shrunk to the fewest and simplest operations that break it in the same way, and printed as a test to paste.
 
 Exit code 0: nothing broke. 1: something did. 2: an option is wrong.
 """
@@ -17,17 +18,51 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from testbed.faults.chaos_seeds import generate
 from testbed.faults.chaos_world import COMMON, STRAYS, Operation, World, replay
+from testbed.faults.loop_seeds import generate_loop
+from testbed.faults.loop_world import LoopWorld, replay_loop
 
-__all__ = ["Failure", "Tally", "as_test", "failure_of", "generate", "live_one", "replay", "shrink"]
+__all__ = ["DISPATCHER", "LOOP", "Failure", "Kind", "Tally", "as_test", "failure_of", "generate", "generate_loop"]
+__all__ += ["live_one", "replay", "replay_loop", "shrink"]
 
 MOST_TRIES = 3000  # worlds executed to shrink one
 MOST_PAIRED = 24  # most operations for which pairs are tried
 PROGRESS_S = 1.0
 PROGRESS_IN_A_FILE_S = 10.0
+
+
+class Living(Protocol):
+    """A world that can be executed."""
+
+    @property
+    def events(self) -> int: ...
+
+    @property
+    def faults(self) -> Counter[str]: ...
+
+    @property
+    def seen(self) -> Counter[str]: ...
+
+    def live(self) -> Living: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Of worlds."""
+
+    name: str
+    world: Callable[[Sequence[Operation]], Living]
+    generate: Callable[[int], list[Operation]]
+    replay: str  # the function that a printed test calls
+    unit: str  # what is counted as an event
+
+
+DISPATCHER = Kind("dispatcher", World, generate, "replay", "events")
+LOOP = Kind("loop", LoopWorld, generate_loop, "replay_loop", "turns")
+KINDS = (DISPATCHER, LOOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +74,15 @@ class Failure:
 @dataclass(slots=True)
 class Tally:
     worlds: int = 0
+    seconds: float = 0.0  # spent in them
     events: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
 
 
-def failure_of(operations: Sequence[Operation], tally: Tally | None = None) -> Failure | None:
-    """Execute these operations; anything the dispatcher raises is also a failure."""
-    world = World(operations)
+def failure_of(operations: Sequence[Operation], tally: Tally | None = None, kind: Kind = DISPATCHER) -> Failure | None:
+    """Execute these operations; anything the dispatcher or the server raises is also a failure."""
+    world, begun = kind.world(operations), time.monotonic()
     try:
         world.live()
     except Exception as error:  # any exception would have killed the server
@@ -56,23 +92,26 @@ def failure_of(operations: Sequence[Operation], tally: Tally | None = None) -> F
     finally:
         if tally is not None:
             tally.worlds += 1
+            tally.seconds += time.monotonic() - begun
             tally.events += world.events
             tally.faults += world.faults
             tally.seen += world.seen
     return None
 
 
-def live_one(seed: int, tally: Tally) -> tuple[list[Operation], Failure] | None:
+def live_one(seed: int, tally: Tally, kind: Kind = DISPATCHER) -> tuple[list[Operation], Failure] | None:
     """One world; if it breaks a promise, its operations and the failure."""
-    operations = generate(seed)
-    failure = failure_of(operations, tally)
+    operations = kind.generate(seed)
+    failure = failure_of(operations, tally, kind)
     return (operations, failure) if failure else None
 
 
 # ---- shrinking
 
 
-def shrink(operations: Sequence[Operation], failure: Failure, most_tries: int = MOST_TRIES) -> list[Operation]:
+def shrink(
+    operations: Sequence[Operation], failure: Failure, most_tries: int = MOST_TRIES, kind: Kind = DISPATCHER
+) -> list[Operation]:
     """The fewest and simplest operations found that fail in the same way: drop chunks first, then single operations,
     then simplify what is left; repeat until nothing changes."""
     tries = 0
@@ -82,7 +121,7 @@ def shrink(operations: Sequence[Operation], failure: Failure, most_tries: int = 
         tries += 1
         if tries > most_tries:
             return False
-        found = failure_of(candidate)
+        found = failure_of(candidate, kind=kind)
         return found is not None and found.kind == failure.kind
 
     best, before = list(operations), None
@@ -172,19 +211,19 @@ def _smaller(item: Any) -> Iterator[Any]:
                     yield *sizes[:index], less, *sizes[index + 1 :], critical, weight
 
 
-def as_test(operations: Sequence[Operation], failure: Failure, seed: int) -> str:
+def as_test(operations: Sequence[Operation], failure: Failure, seed: int, kind: Kind = DISPATCHER) -> str:
     """Ready to paste into tests/; it fails until the cause is fixed."""
     listed = pprint.pformat(list(operations), width=100, compact=True)
     lines = "\n".join(f"        {line}" for line in listed.splitlines())
     story = [f"    # {line}" for line in failure.text[:400].splitlines()]
     return "\n".join(
         [
-            "from testbed.faults.chaos import replay",
+            f"from testbed.faults.chaos import {kind.replay}",
             "",
             "",
             f"def test_the_world_of_seed_{seed}() -> None:",
             *story,
-            "    replay(",
+            f"    {kind.replay}(",
             lines,
             "    )",
             "",
@@ -208,47 +247,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seed < 0:
         parser.error(f"--seed is {options.seed}; it must be at least 0")
 
-    tally, seed, begun, worked = Tally(), options.seed, time.monotonic(), time.process_time()
+    tallies = {kind.name: Tally() for kind in KINDS}
+    begun, worked = time.monotonic(), time.process_time()
     terminal, told = sys.stderr.isatty(), begun
-    while (now := time.monotonic()) - begun < options.seconds or not tally.worlds:
-        broken = live_one(seed, tally)
+    while (now := time.monotonic()) - begun < options.seconds or not all(t.worlds for t in tallies.values()):
+        kind = min(KINDS, key=lambda kind: tallies[kind.name].seconds)  # half of the time each
+        tally = tallies[kind.name]
+        seed = options.seed + tally.worlds
+        broken = live_one(seed, tally, kind)
         if broken:
-            return _report(seed, *broken)
-        seed += 1
+            return _report(kind, seed, *broken)
         if now - told >= (PROGRESS_S if terminal else PROGRESS_IN_A_FILE_S):
             told = now
-            line = f"{_rates(tally, now - begun)}; {max(0.0, options.seconds - (now - begun)):.0f} s left"
+            rates = "; ".join(_rates(kind, tallies[kind.name]) for kind in KINDS)
+            line = f"{rates}; {max(0.0, options.seconds - (now - begun)):.0f} s left"
             print(f"\r{line:<100}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
     if terminal:
         print(file=sys.stderr)
-    took_s = time.monotonic() - begun
-    print(f"nothing broke: {_rates(tally, took_s)}; {took_s:.0f} s, seeds {options.seed} to {seed - 1}")
-    worked_s = time.process_time() - worked
-    strong = tally.faults.total() - sum(tally.faults[kind] for kind in STRAYS)
-    print(
-        f"{tally.faults.total() / worked_s:,.0f} fault events a second of processor time, which was {worked_s:.0f} s; "
-        f"without stray answers {strong / worked_s:,.0f}"
-    )
-    print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in tally.faults.most_common()))
-    print("and so: " + ", ".join(f"{what} {count:,}" for what, count in tally.seen.most_common()))
+    took_s, worked_s = time.monotonic() - begun, time.process_time() - worked
+    worlds = sum(tally.worlds for tally in tallies.values())
+    print(f"nothing broke: {worlds:,} worlds; {took_s:.0f} s, {worked_s:.0f} s of processor time")
+    for kind in KINDS:
+        _print_tally(kind, tallies[kind.name], options.seed)
     return 0
 
 
-def _rates(tally: Tally, seconds: float) -> str:
-    faults = tally.faults.total()
+def _print_tally(kind: Kind, tally: Tally, first: int) -> None:
+    strong = tally.faults.total() - sum(tally.faults[stray] for stray in STRAYS)
+    print(f"{_rates(kind, tally)}; seeds {first} to {first + tally.worlds - 1}")
+    if strong < tally.faults.total():
+        print(f"  without stray answers {strong:,} faults ({strong / tally.seconds:,.0f}/s)")
+    print("  faults: " + ", ".join(f"{fault} {count:,}" for fault, count in tally.faults.most_common()))
+    print("  and so: " + ", ".join(f"{what} {count:,}" for what, count in tally.seen.most_common()))
+
+
+def _rates(kind: Kind, tally: Tally) -> str:
+    faults, seconds = tally.faults.total(), max(tally.seconds, 1e-9)
     return (
-        f"{tally.worlds:,} worlds, {tally.events:,} events ({tally.events / seconds:,.0f}/s), "
-        f"{faults:,} of faults ({faults / seconds:,.0f}/s)"
+        f"{kind.name}: {tally.worlds:,} worlds, {tally.events:,} {kind.unit} ({tally.events / seconds:,.0f}/s), "
+        f"{faults:,} faults ({faults / seconds:,.0f}/s)"
     )
 
 
-def _report(seed: int, operations: list[Operation], failure: Failure) -> int:
-    print(f"\nthe world of seed {seed} broke a promise: {failure.text}", file=sys.stderr)
+def _report(kind: Kind, seed: int, operations: list[Operation], failure: Failure) -> int:
+    print(f"\nthe {kind.name} world of seed {seed} broke a promise: {failure.text}", file=sys.stderr)
     print(f"again: python -m testbed.faults.chaos --seed {seed} --seconds 1", file=sys.stderr)
     print(f"shrinking its {len(operations)} operations", file=sys.stderr, flush=True)
-    smallest = shrink(operations, failure)
+    smallest = shrink(operations, failure, kind=kind)
     print(f"{len(smallest)} are left; a test to paste:\n", file=sys.stderr, flush=True)
-    print(as_test(smallest, failure_of(smallest) or failure, seed))
+    print(as_test(smallest, failure_of(smallest, kind=kind) or failure, seed, kind))
     return 1
 
 

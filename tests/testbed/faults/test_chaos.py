@@ -198,7 +198,10 @@ def test_a_crash_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--seconds", "0.01", "--seed", "3"]) == 0
-    assert "nothing broke: 1 worlds" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing broke: 2 worlds" in said
+    assert "dispatcher: 1 worlds" in said
+    assert "loop: 1 worlds" in said
 
 
 def test_the_command_prints_a_test_and_ends_with_1(
