@@ -182,6 +182,9 @@ class Dispatcher:
             }
             patience_s = [patient_s.get(device, 0.0) for device in plan.device.tolist()]
         self._assignments.add(job, plan.tiles, plan.device, plan.fresh, turn, patience_s=patience_s)
+        if self._standing.suspects and not plan.firm:  # a plan that was given may name them
+            named = [device for device in np.unique(plan.device).tolist() if device in self._standing.suspects]
+            self._stragglers.move_queued(named, turn)
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""

@@ -60,6 +60,9 @@ def _check_device(of: Dispatcher, index: int, record: Device) -> None:
         raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
     if len(record.critical) + len(record.deferred) != of._state.waiting[index]:
         raise InvariantBroken(f"device {index}: {of._state.waiting[index]} waiting counted, {record}")
+    fed = record.in_flight or index in of._standing.suspects
+    if not fed and (record.critical or record.deferred):
+        raise InvariantBroken(f"device {index} has nothing in flight, so nothing will send what is queued: {record}")
     if not record.alive and not record.idle:
         raise InvariantBroken(f"device {index} left and still has work: {record}")
 

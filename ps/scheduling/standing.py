@@ -77,16 +77,18 @@ class Standing:
             self.unproven.pop(device, None)
         self.able = self.able[~np.isin(self.able, devices)]
 
-    def end_pauses(self) -> None:
-        """Let suspects take work again after their pause. Those that have never answered, or not since an earlier
-        suspicion, first have to prove that they do, with a small block."""
-        for device in [device for device, until_s in self.suspects.items() if until_s <= self._state.now_s]:
+    def end_pauses(self) -> list[int]:
+        """Let suspects take work again after their pause, and return them. Those that have never answered, or not since
+        an earlier suspicion, first have to prove that they do, with a small block."""
+        over = [device for device, until_s in self.suspects.items() if until_s <= self._state.now_s]
+        for device in over:
             if self._state.devices[device].worked and self.strikes.get(device, 0) < 2:
                 self.trust([device])
             else:
                 del self.suspects[device]
                 self.overtaken.discard(device)
                 self.unproven[device] = None
+        return over
 
     def owes_an_answer(self, device: int) -> bool:
         """It did not answer before, and has not since: a block that it gets must not delay anything, however slow the

@@ -78,7 +78,7 @@ class Stragglers:
     def help_the_late(self, turn: Turn) -> None:
         """Suspect devices with an overdue block: all that they were sent also gets speculative copies, and what still
         waits for them moves to other devices."""
-        self._standing.end_pauses()
+        turn.freed.update(dict.fromkeys(self._standing.end_pauses()))  # a firm plan's blocks may wait for them
         late = self._deadlines.overdue(
             self._state.now_s, lambda device, key: key in self._state.devices[device].in_flight, LATE_PER_TURN
         )
@@ -185,6 +185,10 @@ class Stragglers:
     def _suspect(self, devices: list[int], turn: Turn) -> None:
         """Give these devices nothing new for a while, and their queued blocks to others."""
         self._standing.suspect(devices)
+        self.move_queued(devices, turn)
+
+    def move_queued(self, devices: list[int], turn: Turn) -> None:
+        """Give the queued blocks of these suspects to others: until their pause ends, a suspect is not fed."""
         waiting: list[Key] = []
         for device in devices:
             record = self._state.devices[device]

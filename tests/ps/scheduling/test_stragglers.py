@@ -409,6 +409,28 @@ def test_pieces_that_were_never_sent_are_in_nobodys_way_in_the_records() -> None
     assert records.columns()["sent_s"].tolist() == [0.0, 0.0]
 
 
+def test_what_a_given_plan_queues_at_a_suspect_is_done_by_others() -> None:
+    """A suspect is not fed, and once its blocks in flight were overtaken it has no answer to come: what was queued for
+    it waited for ever."""
+    slow = replace(COMMON, credit_blocks=1)  # by the model it is always too late to take a block of the fast one
+    fast = replace(slow, flops=1e13, overhead_s=0.0, down_bps=1e12, up_bps=1e12, latency_s=0.0)
+    world = Clockwork(fast, slow, slow)
+    world.submit([0, 1])
+    world.late()
+    assert 0 in world.dispatcher._standing.suspects
+    world.job = 1
+    world.submit([0, 0, 0, 1])
+    for _ in range(100):
+        flying = [(d, *key) for d in (1, 2) for key in world.dispatcher._state.devices[d].in_flight]
+        if flying:
+            devices, jobs, blocks = map(list, zip(*flying, strict=True))
+            world.dispatcher.handle(BlocksReturned(devices, jobs, blocks), world.now_s)
+            world.dispatcher.check()
+        elif world.dispatcher._state.jobs:
+            world.wait()
+    assert not world.dispatcher._state.jobs
+
+
 def test_of_a_firm_plan_nobody_gets_what_another_is_to_do_while_that_one_lives() -> None:
     """However slow it looks, and whoever is idle: it is for comparisons."""
     tiles = np.array([(0, 1, 10 * i, 10, 0, SHAPE.columns) for i in range(6)] + [(0, 1, 60, 4, 0, SHAPE.columns)])
