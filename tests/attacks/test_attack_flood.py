@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import statistics
 import sys
@@ -513,7 +514,11 @@ def test_what_is_said_of_a_connection_does_not_meet_the_next_one_with_its_number
         guard.attend()
         old.close()
         until(lambda: other_end(number) is None, "the number is free")
-        with socket.create_connection(where) as new:
+        with socket.socket() as new, contextlib.ExitStack() as taken:
+            while (lower := os.open(os.devnull, os.O_RDONLY)) < number:  # else the next connection may get one of these
+                taken.callback(os.close, lower)
+            os.close(lower)
+            new.connect(where)
             assert number_of(new, until) == number, "the kernel gives it again"
             if heard:
                 until(lambda: guard.attend() or number in guard._unjoined, "the new one is known")

@@ -495,7 +495,7 @@ def test_a_server_that_has_stopped_ends_the_step(monkeypatch: pytest.MonkeyPatch
         def break_down() -> None:
             raise OSError("out of sockets")
 
-        monkeypatch.setattr(server, "_loop", break_down)
+        monkeypatch.setattr(server, "turn", break_down)
         server.start()
         with pytest.raises(ServerError, match=r"the server has stopped.*out of sockets"):
             Executor(server).run(captured(torch.mm, numbers(3, 5), numbers(5, 4)), [numbers(3, 5), numbers(5, 4)])
