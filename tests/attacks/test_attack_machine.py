@@ -75,7 +75,7 @@ def test_pods_come_back_with_those_of_their_devices_that_were_there(
         until(lambda: server.devices == 4, "the server knows")
         for again in (True, False):
             os.kill(pods.pids[1], number)
-            until(lambda: pods._handles[1].code is not None, "it is dead")
+            until(lambda: pods.codes[1] is not None, "it is dead")
             until(lambda: server.devices == 3, "the server knows")
             (told,) = pods.look_after()
             assert ("started again" in told) is again
@@ -95,7 +95,7 @@ def test_a_pod_that_the_scenario_has_killed_stays_dead(serve: Serve, until: Unti
         assert server.wait_for_devices(4, 30.0)
         pods.kill(0)
         until(lambda: server.devices == 2, "it is gone")
-        until(lambda: pods._handles[0].code is not None, "it is dead")
+        until(lambda: pods.codes[0] is not None, "it is dead")
         assert pods.look_after() == []
         assert pods.deaths == []
         server.stop()
@@ -107,7 +107,7 @@ def test_a_pod_that_cannot_start_at_all_is_told_with_its_last_words(
     monkeypatch.setenv("PYTHONPATH", os.devnull)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Pods(fleet_of(1), 1, "tcp://127.0.0.1:1", "off", restarts=3) as pods:
-        until(lambda: pods._handles[0].code is not None, "it has ended")
+        until(lambda: pods.codes[0] is not None, "it has ended")
         with pytest.raises(LaunchError, match=r"a pod ended \(exit code 1\)"):
             pods.check()
 

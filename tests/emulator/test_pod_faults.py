@@ -4,6 +4,8 @@ reported, and its effect can be seen at the server's end of the socket."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -375,12 +377,12 @@ def test_a_pod_killed_on_purpose_is_no_accident_and_others_are(door: Open, until
     server = door()
     server.welcome()
     server.pods.kill(0)
-    until(lambda: server.pods._handles[0].code is not None, "it is dead")
+    until(lambda: server.pods.codes[0] is not None, "it is dead")
     server.pods.check()
     other = door()
     other.welcome()
-    other.pods._handles[0].kill()
-    until(lambda: other.pods._handles[0].code is not None, "it is dead")
+    os.kill(other.pods.pids[0], signal.SIGKILL)
+    until(lambda: other.pods.codes[0] is not None, "it is dead")
     with pytest.raises(LaunchError):
         other.pods.check()
 
@@ -390,7 +392,7 @@ def test_an_order_that_makes_no_sense_ends_the_pod_with_a_reason(door: Open, unt
     server.welcome()
     server.pods.order(0, {"do": "dance"})
     server.pods.exchange()
-    until(lambda: server.pods._handles[0].code is not None, "it has ended")
+    until(lambda: server.pods.codes[0] is not None, "it has ended")
     with pytest.raises(LaunchError, match="an order must be one of leave"):
         server.pods.check()
 
