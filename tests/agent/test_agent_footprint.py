@@ -115,6 +115,7 @@ def first_start(start: Start, server: Server) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, serve: Serve, own_state: Path) -> None:
     server = serve()
     first = first_start(start, server)
@@ -139,6 +140,7 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
     assert not is_current({}, threads=1)
 
 
+@pytest.mark.slow
 def test_a_device_that_cannot_be_measured_joins_all_the_same(start: Start, serve: Serve, own_state: Path) -> None:
     (own_state / "profile-1-numpy.json").mkdir()  # cannot be written
     server = serve()

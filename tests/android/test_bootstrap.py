@@ -53,6 +53,7 @@ def test_the_script_is_clean_for_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @BOTH_SHELLS
 @pytest.mark.parametrize("onnxruntime", [True])
 def test_a_fresh_phone_does_useful_work_after_one_command(termux: Termux, files: Serving, serve: Serve) -> None:
@@ -194,6 +195,7 @@ def test_a_full_disk_is_named_and_a_second_run_goes_on(termux: Termux, files: Se
     assert server.wait_for_devices(1, 10.0)
 
 
+@pytest.mark.slow
 @BOTH_SHELLS
 def test_boot_and_wake_lock_on_request_and_uninstall_removes_everything(
     termux: Termux, files: Serving, serve: Serve, until: Until
@@ -218,6 +220,7 @@ def test_boot_and_wake_lock_on_request_and_uninstall_removes_everything(
     assert "pkg uninstall python python-numpy" in gone.stdout
 
 
+@pytest.mark.slow
 def test_an_installation_killed_at_any_moment_is_mended_by_the_next(
     termux: Termux, files: Serving, serve: Serve
 ) -> None:

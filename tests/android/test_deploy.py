@@ -92,6 +92,7 @@ def touched(phone: Phone, channel: Channel) -> Phone:
 # ---- phones that work
 
 
+@pytest.mark.slow
 def test_two_phones_of_two_kinds_are_deployed_at_once_and_work_together(
     desk: Desk, files: Serving, serve: Serve, until: Until
 ) -> None:

@@ -49,6 +49,7 @@ def termux(tmp_path: Path) -> Iterator[Termux]:
     made.end()
 
 
+@pytest.mark.slow
 def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     start: Start, guarded: Server, access: AccessFile, termux: Termux
 ) -> None:

@@ -418,6 +418,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_process_that_holds_the_lock_stops_neither_training_nor_devices(
     access: AccessFile, start: Start, until: Until, record_property: Any
 ) -> None:

@@ -326,6 +326,7 @@ def used_bytes(state: Path) -> int:
     return int(json.loads(path.read_text())["bytes"]) if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_one_message_cannot_move_more_than_is_left_of_today(
     state: Path, start: Start, raw: RawServer, until: Until, record_property: Any
 ) -> None:
@@ -340,6 +341,7 @@ def test_one_message_cannot_move_more_than_is_left_of_today(
     assert used_bytes(state) < MB + SLACK, "the cap, and what came between two looks"
 
 
+@pytest.mark.slow
 def test_an_honest_server_moves_no_more_than_the_cap(
     state: Path, start: Start, hostile: HostileServer, until: Until
 ) -> None:

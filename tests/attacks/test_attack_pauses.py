@@ -229,6 +229,7 @@ def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve,
     assert "training.wait_for_devices" in str(server._given_up)
 
 
+@pytest.mark.slow
 def test_a_run_without_devices_ends_and_keeps_what_there_is(start: Start, tmp_path: Path) -> None:
     options = ("--set", "launch.restarts=0", "--set", "training.wait_for_devices=2 s")
     run = start("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--steps", "50", "--results", str(tmp_path))

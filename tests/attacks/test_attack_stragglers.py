@@ -157,6 +157,7 @@ def finish(fleet: VirtualFleet, work: Work) -> None:
         fleet.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
 @pytest.mark.parametrize("at", ["0 s", "0.5 s"])
 def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_there_is(
@@ -176,6 +177,7 @@ def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_ther
     assert any("no device" in reason for reason in summary["reasons"])
 
 
+@pytest.mark.slow
 def test_one_silent_stranger_that_stays_does_not_switch_the_wait_off(start: Start, serve: Serve, until: Until) -> None:
     """The devices that have answered are gone; one that never does is there."""
     server = serve()
@@ -204,6 +206,7 @@ def test_one_silent_stranger_that_stays_does_not_switch_the_wait_off(start: Star
         stranger.close()
 
 
+@pytest.mark.slow
 def test_a_run_over_sockets_with_a_third_of_the_fleet_silent_ends_with_the_exact_loss(
     start: Start, tmp_path: Path
 ) -> None:

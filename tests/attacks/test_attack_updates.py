@@ -151,6 +151,7 @@ def test_a_release_below_one_that_was_installed_before_is_refused(
 # ---- lines and addresses that are not trust
 
 
+@pytest.mark.slow
 def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
     phone: Phone, newer: NewerServer, new: bytes
 ) -> None:
@@ -165,6 +166,7 @@ def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
     assert newer.asked == []
 
 
+@pytest.mark.slow
 def test_a_remembered_loopback_address_is_not_asked(phone: Phone, newer: NewerServer, new: bytes) -> None:
     """Any app on a phone may listen where `adb reverse` once led to the server's files."""
     newer.offer_signed(new)
@@ -207,6 +209,7 @@ def test_a_second_invitation_does_not_change_the_signer_unless_the_owner_says_so
 # ---- the owner's rule
 
 
+@pytest.mark.slow
 def test_with_auto_a_signed_release_takes_the_old_ones_place(phone: Phone, newer: NewerServer, new: bytes) -> None:
     release = newer.offer_signed(new)
     program = joined(phone, newer)
@@ -221,6 +224,7 @@ def test_with_auto_a_signed_release_takes_the_old_ones_place(phone: Phone, newer
     assert program.wait() == 0
 
 
+@pytest.mark.slow
 def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
     phone: Phone, newer: NewerServer, new: bytes
 ) -> None:
@@ -243,6 +247,7 @@ def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
     assert program.wait() == 0
 
 
+@pytest.mark.slow
 def test_the_phones_own_command_installs_what_waits_and_starts_it(
     phone: Phone, newer: NewerServer, new: bytes, until: Until
 ) -> None:
@@ -263,6 +268,7 @@ def test_the_phones_own_command_installs_what_waits_and_starts_it(
     assert "the agent is not running" in phone.ask("status")
 
 
+@pytest.mark.slow
 def test_what_waits_is_checked_again_when_the_owner_says_yes(phone: Phone, newer: NewerServer, new: bytes) -> None:
     phone.rule("ask")
     newer.offer_signed(new)
@@ -299,6 +305,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
     phone: Phone, newer: NewerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

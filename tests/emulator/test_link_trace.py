@@ -203,6 +203,7 @@ def test_devices_of_a_traced_network_say_its_mean_and_begin_in_different_places(
 # ---- a real pod
 
 
+@pytest.mark.slow
 def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> None:
     """Over real sockets. Every block downloads 5 kB over a line of 8, 80 and 16 Mbit/s, half a second each; what
     is compared is the moment that the pod says an answer was due, so a busy machine changes nothing."""

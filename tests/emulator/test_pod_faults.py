@@ -227,6 +227,7 @@ def test_who_vanishes_never_answers_and_is_reported_when_it_would_be_missed(door
     assert not any(isinstance(message, Result) for message in server.heard)
 
 
+@pytest.mark.slow
 def test_who_returns_before_it_was_missed_is_there_twice_until_then(door: Open) -> None:
     server = door(heartbeat_s=0.25)
     server.welcome()
@@ -240,6 +241,7 @@ def test_who_returns_before_it_was_missed_is_there_twice_until_then(door: Open) 
     assert server.next(Leave).devices.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_answers_of_the_frozen_come_when_the_frost_ends(door: Open) -> None:
     server = door()
     server.welcome()

@@ -118,6 +118,7 @@ def test_a_batch_in_parts_is_one_step() -> None:
     assert parts == [2] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_distributed_training_in_parts_with_kept_weights_is_plain_training(family: str) -> None:
     plain = model_of(family)

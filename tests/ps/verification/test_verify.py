@@ -77,6 +77,7 @@ def factors(seed: int, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
 # ---- real products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_name", ["opt-tiny", "llama-tiny"])
 def test_real_activations_and_gradients_are_well_within_the_level(model_name: str) -> None:
     loudest: list[float] = []
@@ -109,6 +110,7 @@ def spoilt(block: Array, how: str) -> Array:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["noise", "element", "stale", "zeros", "nan", "inf"])
 def test_a_wrong_block_of_a_real_product_is_found_and_no_other(how: str) -> None:
     seen = 0
@@ -499,6 +501,7 @@ def test_an_own_kernel_that_is_lucky_in_many_cells_is_no_evidence(inner: int) ->
 # ---- many liars, and what they cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [256, 11_008, 131_072])
 def test_the_work_of_one_check_is_bounded_however_many_lie(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """25 liars at 131,072 took the server minutes."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MESSAGES = 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left_behind")
 def test_a_server_survives_nonsense_before_and_after_the_handshake() -> None:
     outcome = fuzz(MESSAGES, seed=1)
@@ -61,6 +62,7 @@ def test_an_outcome_that_is_not_well_says_so() -> None:
         assert len(outcome.wrong) == 1
 
 
+@pytest.mark.slow
 def test_a_fuzz_that_is_killed_leaves_nothing_running(
     start: Start, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
