@@ -200,6 +200,7 @@ def test_a_strip_travels_once(serve: Serve, puppet_at: Any) -> None:
     assert server.totals.sent_bytes == STRIP_BYTES
 
 
+@pytest.mark.slow
 def test_many_products_leave_nothing_on_a_device(serve: Serve, puppet_at: Any, until: Until) -> None:
     server = serve(heartbeat_s=0.1)
     puppet: Puppet = puppet_at(server, credit=3)
@@ -294,6 +295,7 @@ def allow(agent: Program, more_bytes: int) -> None:
     resource.prlimit(agent.pid, resource.RLIMIT_DATA, (limit, limit))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process that runs")
 @pytest.mark.parametrize("layout", ["inner major", "outer major"])
 def test_an_agent_that_lends_64_mb_computes_a_long_block_within_64_mb(start: Start, serve: Serve, layout: str) -> None:

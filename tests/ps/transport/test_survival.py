@@ -108,6 +108,7 @@ def test_an_agent_that_survives_a_crash_of_the_server_works_for_the_next_one(
     assert program.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["agent", "pod"])
 def test_a_process_that_is_stopped_loses_its_work_and_joins_again_when_it_goes_on(
     start: Start, serve: Serve, until: Until, kind: str
