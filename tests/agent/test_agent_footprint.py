@@ -49,6 +49,7 @@ def test_the_agent_works_with_numpy_and_pyzmq_alone_and_onnx_runtime_where_it_is
     assert not asked & {"torch", "scipy", "pydantic", "rich", "psutil", "ps", "emulator", "testbed"}
 
 
+@pytest.mark.slow
 def test_rules_status_and_updates_need_no_more(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEAVE_RULES", str(tmp_path / "owner.toml"))
     for words in (("rules", "set", "battery_above", "40"), ("status",), ("measure", "--help")):
@@ -65,6 +66,7 @@ def most_ever(pid: int) -> int:
     return 1024 * kib if kib is not None else int(psutil.Process(pid).memory_info().rss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "most"), [("numpy", 70 * MIB), ("onnxruntime", 120 * MIB)])
 def test_an_agent_holds_little_beside_its_budget(start: Start, serve: Serve, kernel: str, most: int) -> None:
     budget = 64_000_000

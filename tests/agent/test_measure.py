@@ -69,6 +69,7 @@ def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, s
     assert calibrate(samples).median_error > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_at_the_end_costs_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +252,7 @@ def test_the_processor_time_of_a_process_is_that_of_its_own_clock() -> None:
     assert before_s <= found_s <= after_s
 
 
+@pytest.mark.slow
 def test_reference_products_are_shapes_of_the_profile_that_are_like_blocks(tmp_path: Path) -> None:
     found = calibrate(read_samples(written(tmp_path, profile(60, 1))))
     batch, rows, _, columns = found.shapes[products(found)].T

@@ -109,6 +109,7 @@ def watched(server: Server) -> tuple[list[dict[str, Any]], threading.Event]:
     return events, left
 
 
+@pytest.mark.slow
 def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it_charges(
     phone: Phone,
     start: Start,
@@ -148,6 +149,7 @@ def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it
     assert [event["event"] for event in events] == ["real", "real", "left", "real"]
 
 
+@pytest.mark.slow
 def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
     server = serve()
     events, _ = watched(server)
@@ -174,6 +176,7 @@ def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: S
     assert status["network"] == "wifi"
 
 
+@pytest.mark.slow
 def test_a_device_that_leaves_for_the_night_says_until_when(phone: Phone, start: Start, serve: Serve) -> None:
     server = serve()
     _, left = watched(server)

@@ -83,6 +83,7 @@ def test_an_invitation_with_nobody_to_invite_to_says_so(start: Start, access: Ac
     assert invite.output.startswith("cleave: no server listens for invited devices; start one with")
 
 
+@pytest.mark.slow
 def test_phones_on_adb_are_a_table(
     start: Start, access: AccessFile, termux: Termux, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

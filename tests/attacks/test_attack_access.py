@@ -378,6 +378,7 @@ def test_revoking_a_device_deals_with_its_invitation(
     assert access.read().invitations[0].state(time.time()) == state
 
 
+@pytest.mark.slow
 def test_the_token_is_gone_from_the_command_line_and_from_its_file_when_the_server_knows_the_device(
     access: AccessFile, start: Start, tmp_path: Path, until: Until
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_product_ends_as_long_as_one_device_answers(seed: int) -> None:
         assert fleet.ends_within_s(job) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newcomer", [False, True])
 @pytest.mark.parametrize("silent", [1, 2, 13])
 def test_a_fleet_that_never_answered_is_named_and_the_next_device_does_its_work(silent: int, newcomer: bool) -> None:

@@ -66,6 +66,7 @@ def test_a_device_that_lies_in_small_is_suspended_and_no_other(start: Start, ser
     assert "what it returned was wrong: " in next(iter(server.suspended.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["numpy", "onnxruntime"])
 def test_products_that_vanish_or_overflow_suspend_no_honest_agent(start: Start, serve: Serve, kernel: str) -> None:
     if importlib.util.find_spec(kernel) is None:
@@ -210,6 +211,7 @@ def test_no_honest_block_is_called_wrong_whatever_the_training_does(training: Tr
     assert honest.tiny + honest.special > 0
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_goes_on_as_plain_pytorch_does() -> None:
     training, steps = Training("opt-tiny", 1e30), 4
     trial = Trial(0, lambda block: block.cells)

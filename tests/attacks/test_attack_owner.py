@@ -254,6 +254,7 @@ def test_blocks_with_small_operands_and_huge_outputs_are_refused_before_memory_i
     assert hostile.until(Result).answers["status"].tolist() == [DONE], "what fits is still computed"
 
 
+@pytest.mark.slow
 def test_outputs_of_many_blocks_wait_for_room_however_few_answers_are_read(
     state: Path, start: Start, hostile: HostileServer, until: Until
 ) -> None:

@@ -54,6 +54,7 @@ def seconds(mute: tuple[int, ...] = (), absent: tuple[int, ...] = ()) -> tuple[f
     return server.clock.now_s, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mute", [(5,), (1, 5, 8, 12)])
 def test_who_is_silent_from_the_first_block_on_costs_less_than_half_as_much_again(mute: tuple[int, ...]) -> None:
     healthy_s, _ = seconds()

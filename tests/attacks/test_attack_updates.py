@@ -100,6 +100,7 @@ def numbered_otherwise(newer: NewerServer, new: bytes, folder: Path) -> None:
     newer.offer_signed(make_bundle(folder, RUNNING - 1, VERSION + 1), NEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attack", "reason"),
     [
@@ -179,6 +180,7 @@ def test_a_remembered_loopback_address_is_not_asked(phone: Phone, newer: NewerSe
     assert newer.asked == []
 
 
+@pytest.mark.slow
 def test_without_a_signer_in_the_invitation_there_are_no_updates(phone: Phone, newer: NewerServer, new: bytes) -> None:
     newer.offer_signed(new)
     program = phone.launch("--invitation", newer.link(signer=""))
@@ -188,6 +190,7 @@ def test_without_a_signer_in_the_invitation_there_are_no_updates(phone: Phone, n
     assert newer.asked == []
 
 
+@pytest.mark.slow
 def test_a_second_invitation_does_not_change_the_signer_unless_the_owner_says_so(
     phone: Phone, newer: NewerServer, start: Start
 ) -> None:
@@ -284,6 +287,7 @@ def test_what_waits_is_checked_again_when_the_owner_says_yes(phone: Phone, newer
     assert phone.place.read_bytes() == phone.installed
 
 
+@pytest.mark.slow
 def test_with_never_nothing_is_even_fetched(phone: Phone, newer: NewerServer, new: bytes) -> None:
     phone.rule("never")
     newer.offer_signed(new)
@@ -324,6 +328,7 @@ def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
     assert f"release {NEXT} did not start here and was rolled back: it is not tried again" in phone.ask("status")
 
 
+@pytest.mark.slow
 def test_a_stop_during_a_trial_is_obeyed_and_the_trial_goes_on_at_the_next_start(
     phone: Phone, newer: NewerServer, tmp_path: Path, until: Until
 ) -> None:

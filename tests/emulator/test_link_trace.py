@@ -136,6 +136,7 @@ def check_windows(trace: RateTrace, share: float, offset_s: float, way: str = "d
     return len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.02])
 @pytest.mark.parametrize("name", sorted(MADE))
 def test_throughput_follows_a_made_trace_within_5_percent_in_every_10_seconds(name: str, share: float) -> None:
@@ -167,6 +168,7 @@ def written_link(folder: Path, seed: int) -> Path:
     return folder / "phone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["down", "up"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_throughput_follows_a_trace_from_files_within_5_percent_in_every_10_seconds(

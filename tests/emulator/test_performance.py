@@ -80,6 +80,7 @@ def test_a_tile_that_is_begun_costs_as_much_as_a_full_one() -> None:
 # ---- fitting
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_formula_again_that_made_the_samples() -> None:
     grid = np.array(shapes(150, 0, 1e10, 1 << 26))
     found = fit(grid, KERNEL.seconds(grid))

@@ -273,6 +273,7 @@ def test_over_a_whole_trace_the_followed_rate_is_the_line_s_own(
 # ---- text
 
 
+@pytest.mark.slow
 @given(pods())
 def test_a_pod_s_links_survive_json(pod: PodLinks) -> None:
     assert PodLinks.from_json(json.loads(json.dumps(pod.to_json()))) == pod

@@ -141,6 +141,7 @@ def knock(guarded: Guarded) -> Iterator[Knock]:
 # ---- those who may
 
 
+@pytest.mark.slow
 def test_an_invited_agent_joins_works_and_comes_back_without_the_link(
     start: Start, guarded: Guarded, tmp_path: Path, until: Until
 ) -> None:

@@ -192,6 +192,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(family: Family, order: 
         torch.testing.assert_close(distributed.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_the_order_in_which_products_are_done_changes_not_a_bit(family: Family) -> None:
     first, _ = family.distributed(ORDERS["at once"])
     for order in ("reversed", "random"):

@@ -93,6 +93,7 @@ def gradients_of(model: torch.nn.Module, tokens: torch.Tensor, micro_batches: in
     return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_the_gradients_and_the_loss_of_a_batch_in_parts_are_those_of_the_batch(family: str, micro_batches: int) -> None:

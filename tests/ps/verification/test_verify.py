@@ -140,6 +140,7 @@ sizes = st.integers(1, 12)
 scales = st.sampled_from([0.0, 1e-44, 1e-38, 1e-30, 1e-18, 1.0, 1e15, 1e19, 1e30, 1e38])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), sizes, st.integers(1, 200), sizes, st.integers(0, 2**32 - 1), scales, scales)
 def test_right_products_of_any_size_and_scale_pass(
     b: int, m: int, n: int, q: int, seed: int, one: float, two: float
@@ -153,6 +154,7 @@ def test_right_products_of_any_size_and_scale_pass(
     assert replace(found, examined=0) == Findings()  # suspicion may err now and then, an accusation may not
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 1e-12, 1.0, 1e18]), st.sampled_from([1e-3, 1.0, np.nan]))
 def test_a_wrong_cell_is_found_whatever_the_scale_of_its_row(seed: int, scale: float, lie: float) -> None:
     left, right = factors(seed, (1, 30, 40, 20))

@@ -56,6 +56,7 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state
     assert _json(start, "devices")[0]["state"] == "revoked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [
