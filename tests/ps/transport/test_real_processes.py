@@ -61,6 +61,7 @@ def stranger_at(nothing_left_behind: None) -> Iterator[Any]:
 # ---- products
 
 
+@pytest.mark.slow
 def test_products_over_two_agents_are_those_of_numpy(start: Start, serve: Serve) -> None:
     server = serve()
     agents(start, server, 2)
@@ -87,6 +88,7 @@ def test_products_over_a_pod_are_those_of_numpy(start: Start, serve: Serve, link
         assert (columns["due_s"] - columns["sent_s"]).min() >= 0.010  # twice the latency
 
 
+@pytest.mark.slow
 def test_a_real_agent_and_a_pod_share_a_product(start: Start, serve: Serve) -> None:
     server = serve()
     agents(start, server, 1)
@@ -430,6 +432,7 @@ def test_a_port_in_use_is_told_and_what_to_do(serve: Serve) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -18,6 +18,7 @@ from testbed.faults.chaos_world import COMMON, FAULTS, HUGE, STRAYS, Operation, 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_operations_and_the_same_trace() -> None:
     for seed in range(5):
         assert generate(seed) == generate(seed)

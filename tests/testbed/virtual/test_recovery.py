@@ -182,6 +182,7 @@ def test_the_command_prints_a_table_and_its_assumptions() -> None:
         assert word in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
