@@ -40,6 +40,9 @@ MARK = "CLEAVE_TEST_MARK"
 LIMIT_S = 60.0  # how long anything may take; reached only when something is broken
 SETTLE_S = 5.0  # how long what ends by itself may take to be gone
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs of tests would ignore Ctrl-C, too
+
 settings.register_profile("calm", deadline=None)  # a busy machine fails no test
 settings.load_profile("calm")
 
@@ -76,6 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             long[item.path] += 100 if item.get_closest_marker("docker") else bool(item.get_closest_marker("slow"))
         items.sort(key=lambda item: -long[item.path])
+
+
+def pytest_collection_finish() -> None:
+    _forget_garbage()
 
 
 @pytest.hookimpl(tryfirst=True)  # before its fixtures are made
@@ -311,7 +318,7 @@ def zero_copy_ready() -> None:
 @pytest.fixture
 def nothing_left_behind(zero_copy_ready: None) -> Iterator[None]:
     """Children, threads (Python's and ZeroMQ's) and descriptors after the test are those before it."""
-    gc.collect()
+    _forget_garbage()
     children, threads, zmq_threads, files = _children(), set(threading.enumerate()), _zmq_threads(), _descriptors()
     yield
     gc.collect()
@@ -324,6 +331,12 @@ def nothing_left_behind(zero_copy_ready: None) -> Iterator[None]:
     gc.collect()
     more = {number: target for number, target in _descriptors().items() if files.get(number) != target}
     assert len(_descriptors()) <= len(files), f"descriptors left open: {more}"
+
+
+def _forget_garbage() -> None:
+    """What is left is not looked at again: with PyTorch and all tests in memory, each look took half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def _children() -> list[psutil.Process]:

@@ -152,6 +152,11 @@ class PodGroup:
     def __len__(self) -> int:
         return len(self._handles)
 
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit code of each pod, the negative signal if one ended it; None while it runs."""
+        return [handle.code for handle in self._handles]
+
     def check(self) -> list[str]:
         """Before all devices have joined: raise if a pod has ended by itself, because it would fail again. A killed pod
         is restarted if allowed; one line for each."""

@@ -49,6 +49,7 @@ def test_the_agent_works_with_numpy_and_pyzmq_alone_and_onnx_runtime_where_it_is
     assert not asked & {"torch", "scipy", "pydantic", "rich", "psutil", "ps", "emulator", "testbed"}
 
 
+@pytest.mark.slow
 def test_rules_status_and_updates_need_no_more(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEAVE_RULES", str(tmp_path / "owner.toml"))
     for words in (("rules", "set", "battery_above", "40"), ("status",), ("measure", "--help")):
@@ -65,6 +66,7 @@ def most_ever(pid: int) -> int:
     return 1024 * kib if kib is not None else int(psutil.Process(pid).memory_info().rss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "most"), [("numpy", 70 * MIB), ("onnxruntime", 120 * MIB)])
 def test_an_agent_holds_little_beside_its_budget(start: Start, serve: Serve, kernel: str, most: int) -> None:
     budget = 64_000_000
@@ -115,6 +117,7 @@ def first_start(start: Start, server: Server) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, serve: Serve, own_state: Path) -> None:
     server = serve()
     first = first_start(start, server)
@@ -139,6 +142,7 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
     assert not is_current({}, threads=1)
 
 
+@pytest.mark.slow
 def test_a_device_that_cannot_be_measured_joins_all_the_same(start: Start, serve: Serve, own_state: Path) -> None:
     (own_state / "profile-1-numpy.json").mkdir()  # cannot be written
     server = serve()

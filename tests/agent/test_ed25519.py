@@ -112,6 +112,7 @@ def test_the_group_is_one() -> None:
     assert decode_point(encode_point(BASE)) == BASE
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=64), st.binary(min_size=64, max_size=64))
 def test_what_was_signed_verifies_and_noise_does_not(text: bytes, noise: bytes) -> None:
     assert verifies(KEY.public, text, KEY.sign(text))

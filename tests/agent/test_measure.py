@@ -45,6 +45,7 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "me.json"
     program = start("agent", "measure", "--quick", "--out", str(path), "--name", "me", "--ps", serve().address)
@@ -68,6 +69,7 @@ def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, s
     assert calibrate(samples).median_error > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_at_the_end_costs_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_server_that_is_gone_at_the_end_costs_no_samples(
     assert document["samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_writes_what_it_has_and_says_that_it_is_not_all(
     start: Start, tmp_path: Path, number: signal.Signals
@@ -177,6 +180,7 @@ def test_a_quota_that_the_kernel_would_not_keep_is_refused() -> None:
 # ---- twins
 
 
+@pytest.mark.slow
 def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "me.json"
     measure = ("agent", "measure", "--quick", "--kernel", "numpy", "--out", str(path))
@@ -195,6 +199,7 @@ def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) ->
     assert all(now["products"] > 0 and now["message_s"] is None for now in found["now"])  # no quota, no such cost
 
 
+@pytest.mark.slow
 @pytest.mark.root("CPU quotas")
 @pytest.mark.usefixtures("quotas")
 def test_a_twin_with_a_quota_is_told_what_its_agent_pays_for_messages(
@@ -247,6 +252,7 @@ def test_the_processor_time_of_a_process_is_that_of_its_own_clock() -> None:
     assert before_s <= found_s <= after_s
 
 
+@pytest.mark.slow
 def test_reference_products_are_shapes_of_the_profile_that_are_like_blocks(tmp_path: Path) -> None:
     found = calibrate(read_samples(written(tmp_path, profile(60, 1))))
     batch, rows, _, columns = found.shapes[products(found)].T

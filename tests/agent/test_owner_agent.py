@@ -109,6 +109,7 @@ def watched(server: Server) -> tuple[list[dict[str, Any]], threading.Event]:
     return events, left
 
 
+@pytest.mark.slow
 def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it_charges(
     phone: Phone,
     start: Start,
@@ -148,6 +149,7 @@ def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it
     assert [event["event"] for event in events] == ["real", "real", "left", "real"]
 
 
+@pytest.mark.slow
 def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
     server = serve()
     events, _ = watched(server)
@@ -174,6 +176,7 @@ def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: S
     assert status["network"] == "wifi"
 
 
+@pytest.mark.slow
 def test_a_device_that_leaves_for_the_night_says_until_when(phone: Phone, start: Start, serve: Serve) -> None:
     server = serve()
     _, left = watched(server)
@@ -187,6 +190,7 @@ def test_a_device_that_leaves_for_the_night_says_until_when(phone: Phone, start:
     assert 0 < departure.until_s <= 2 * 3600
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_day_are_counted_over_starts_and_end_the_work(phone: Phone, start: Start, serve: Serve) -> None:
     server = serve()
     _, left = watched(server)
@@ -204,6 +208,7 @@ def test_the_bytes_of_a_day_are_counted_over_starts_and_end_the_work(phone: Phon
     assert moved <= kept["bytes"] < moved + 20_000
 
 
+@pytest.mark.slow
 def test_fewer_threads_begin_again_with_fewer_threads(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
     server = serve()
     watched(server)
@@ -216,6 +221,7 @@ def test_fewer_threads_begin_again_with_fewer_threads(phone: Phone, start: Start
     Multiplication(server, (1, 60, 70, 80)).check()
 
 
+@pytest.mark.slow
 def test_sensors_that_hang_keep_nobody_away_for_ever(phone: Phone, start: Start, serve: Serve) -> None:
     server = serve()
     phone.command("termux-battery-status", "sleep 1000 & wait")
@@ -227,6 +233,7 @@ def test_sensors_that_hang_keep_nobody_away_for_ever(phone: Phone, start: Start,
     Multiplication(server, (1, 60, 70, 80)).check()
 
 
+@pytest.mark.slow
 def test_rules_that_cannot_be_read_are_said_and_those_from_before_stay(
     phone: Phone, start: Start, serve: Serve, until: Until
 ) -> None:
@@ -309,6 +316,7 @@ class Relay:
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_phone_that_loses_its_network_and_finds_another_goes_on_as_the_same_device(
     start: Start, until: Until, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_bytes_without_per_second_are_not_a_rate() -> None:
         parse_rate("10 MB")
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_any_text_gives_a_finite_number_or_a_unit_error(text: str) -> None:
     for parse in PARSERS:

@@ -359,6 +359,7 @@ def test_a_server_hands_out_only_what_its_signer_signed_and_ever_newer(tmp_path:
         releases.handed_out(state)
 
 
+@pytest.mark.slow
 def test_the_commands_from_a_key_to_an_invitation(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def plain(message: Message) -> tuple[Any, ...]:
 # ---- what is encoded comes back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", messages)
 @settings(calm, max_examples=40)
 @given(data=st.data())

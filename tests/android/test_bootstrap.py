@@ -53,6 +53,7 @@ def test_the_script_is_clean_for_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @BOTH_SHELLS
 @pytest.mark.parametrize("onnxruntime", [True])
 def test_a_fresh_phone_does_useful_work_after_one_command(termux: Termux, files: Serving, serve: Serve) -> None:
@@ -77,6 +78,7 @@ def test_a_fresh_phone_does_useful_work_after_one_command(termux: Termux, files:
 DOES_NOT_LOAD = (NO_STATE, "No module named 'onnxruntime.capi.onnxruntime_pybind11_state'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "code", "why"),
     [("dash", *DOES_NOT_LOAD), ("bash", *DOES_NOT_LOAD), ("dash", CRASHES, "its test crashed")],
@@ -114,6 +116,7 @@ def test_without_a_ready_made_pyzmq_it_is_built(termux: Termux, files: Serving, 
     assert server.wait_for_devices(1, 10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "missing_from"),
     [("dash", "pkg"), ("dash", "pip"), ("dash", "server"), ("bash", "server")],
@@ -166,6 +169,7 @@ def test_a_script_that_was_changed_on_its_way_is_not_run(termux: Termux, files: 
     assert "bootstrap.sh: FAILED" in done.stdout
 
 
+@pytest.mark.slow
 @BOTH_SHELLS
 def test_a_full_disk_is_named_and_a_second_run_goes_on(termux: Termux, files: Serving, serve: Serve) -> None:
     server = serve()
@@ -194,6 +198,7 @@ def test_a_full_disk_is_named_and_a_second_run_goes_on(termux: Termux, files: Se
     assert server.wait_for_devices(1, 10.0)
 
 
+@pytest.mark.slow
 @BOTH_SHELLS
 def test_boot_and_wake_lock_on_request_and_uninstall_removes_everything(
     termux: Termux, files: Serving, serve: Serve, until: Until
@@ -218,6 +223,7 @@ def test_boot_and_wake_lock_on_request_and_uninstall_removes_everything(
     assert "pkg uninstall python python-numpy" in gone.stdout
 
 
+@pytest.mark.slow
 def test_an_installation_killed_at_any_moment_is_mended_by_the_next(
     termux: Termux, files: Serving, serve: Serve
 ) -> None:

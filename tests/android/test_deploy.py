@@ -92,6 +92,7 @@ def touched(phone: Phone, channel: Channel) -> Phone:
 # ---- phones that work
 
 
+@pytest.mark.slow
 def test_two_phones_of_two_kinds_are_deployed_at_once_and_work_together(
     desk: Desk, files: Serving, serve: Serve, until: Until
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_refused_reverse_is_explained(desk: Desk, files: Serving, words: str, 
     assert desk.termuxes[0].ours() == []
 
 
+@pytest.mark.slow
 def test_a_locked_phone_is_never_typed_into(desk: Desk, files: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("android.channel.FOCUS_PAUSE_S", 0.01)
     desk.plug("LOCKED", run_as=False, focus="NotificationShade")
@@ -251,6 +253,7 @@ def test_a_dry_run_prints_every_command_and_changes_nothing(desk: Desk, files: S
     assert desk.termuxes[0].ours() == []
 
 
+@pytest.mark.slow
 def test_the_real_adb_without_a_phone_gives_clear_words_and_a_dry_run_an_example(tmp_path: Path) -> None:
     debian.program("adb", "adb")
     environment = os.environ | {"CLEAVE_STATE": str(tmp_path), "ANDROID_ADB_SERVER_PORT": "25037"}

@@ -49,6 +49,7 @@ def termux(tmp_path: Path) -> Iterator[Termux]:
     made.end()
 
 
+@pytest.mark.slow
 def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     start: Start, guarded: Server, access: AccessFile, termux: Termux
 ) -> None:
@@ -82,6 +83,7 @@ def test_an_invitation_with_nobody_to_invite_to_says_so(start: Start, access: Ac
     assert invite.output.startswith("cleave: no server listens for invited devices; start one with")
 
 
+@pytest.mark.slow
 def test_phones_on_adb_are_a_table(
     start: Start, access: AccessFile, termux: Termux, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

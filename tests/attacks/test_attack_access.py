@@ -387,6 +387,7 @@ def test_revoking_a_device_deals_with_its_invitation(
     assert access.read().invitations[0].state(time.time()) == state
 
 
+@pytest.mark.slow
 def test_the_token_is_gone_from_the_command_line_and_from_its_file_when_the_server_knows_the_device(
     access: AccessFile, start: Start, tmp_path: Path, until: Until
 ) -> None:
@@ -427,6 +428,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_process_that_holds_the_lock_stops_neither_training_nor_devices(
     access: AccessFile, start: Start, until: Until, record_property: Any
 ) -> None:

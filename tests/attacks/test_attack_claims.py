@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -80,6 +81,7 @@ class Fleet:
             self._fleet.check()
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_claims_everything_gets_next_to_nothing_first_and_a_fair_part_later() -> None:
     fleet, honest = Fleet(8, newcomers=True), Fleet(8, newcomers=True)
     honest._fleet._dispatcher._beliefs.claims[8] = pack_profiles([HONEST])[0]
@@ -193,6 +195,7 @@ def test_a_silent_newcomer_gets_one_small_block_and_then_nothing_for_ever_longer
 # ---- probes
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(2, 300), st.integers(1, 64), st.integers(2, 300))
 def test_a_plan_with_probes_covers_every_cell_once_and_no_probe_is_large(
     seed: int, batch: int, rows: int, inner: int, columns: int
@@ -216,6 +219,7 @@ def parts(plan: Plan, shape: Shape) -> NDArray[np.float64]:
     return np.asarray(cells / shape.cells)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.25, 0.5]), st.sampled_from(["packed", "grid"]))
 def test_a_strict_cap_holds_whatever_devices_claim(seed: int, share: float, kind: str) -> None:
     shape = Shape(1, 400, 64, 500)
@@ -264,6 +268,7 @@ def test_the_default_binds_where_the_others_are_able() -> None:
 # ---- a real agent
 
 
+@pytest.mark.slow
 def test_a_real_agent_that_claims_everything_gets_little_first_and_does_not_hold_up_the_others(
     start: Start, serve: Serve
 ) -> None:

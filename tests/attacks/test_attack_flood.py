@@ -198,6 +198,7 @@ def test_one_that_is_let_in_and_does_not_join_is_answered_once_and_cut_off(serve
         events.close()
 
 
+@pytest.mark.slow
 def test_one_that_measures_its_line_for_ever_is_cut_off(server: Server) -> None:
     device = Stranger(server)
     with contextlib.closing(device):
@@ -389,6 +390,7 @@ def test_who_only_connects_keeps_nobody_from_the_entrance(
 # ---- those who are let in and measure
 
 
+@pytest.mark.slow
 def test_who_measures_and_then_sends_a_message_without_an_end_does_not_fill_the_server(server: Server) -> None:
     """Forty connections of this machine, each after one small PROBE."""
     process, before_bytes = psutil.Process(), psutil.Process().memory_info().rss
@@ -414,6 +416,7 @@ def test_who_measures_and_then_sends_a_message_without_an_end_does_not_fill_the_
     assert max(heights) <= MOST_BYTES
 
 
+@pytest.mark.slow
 def test_one_key_that_measures_over_many_connections_does_not_fill_the_server(
     start: Start, nothing_left_behind: None, tmp_path: Path
 ) -> None:

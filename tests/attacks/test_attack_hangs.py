@@ -116,6 +116,7 @@ def test_a_product_ends_as_long_as_one_device_answers(seed: int) -> None:
         assert fleet.ends_within_s(job) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newcomer", [False, True])
 @pytest.mark.parametrize("silent", [1, 2, 13])
 def test_a_fleet_that_never_answered_is_named_and_the_next_device_does_its_work(silent: int, newcomer: bool) -> None:
@@ -131,6 +132,7 @@ def test_a_fleet_that_never_answered_is_named_and_the_next_device_does_its_work(
     assert took_s < 60.0
 
 
+@pytest.mark.slow
 def test_a_device_that_was_silent_for_long_is_asked_again_when_the_only_other_one_hangs() -> None:
     fleet, shape = Fleet(2), Shape(1, 512, 512, 512)
     fleet.hung = {1}

@@ -66,6 +66,7 @@ def test_a_device_that_lies_in_small_is_suspended_and_no_other(start: Start, ser
     assert "what it returned was wrong: " in next(iter(server.suspended.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["numpy", "onnxruntime"])
 def test_products_that_vanish_or_overflow_suspend_no_honest_agent(start: Start, serve: Serve, kernel: str) -> None:
     if importlib.util.find_spec(kernel) is None:
@@ -102,6 +103,7 @@ def truth() -> list[float]:
     return Training("llama-tiny").run(exactly, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -125,6 +127,7 @@ def test_a_lie_is_found_within_two_steps(truth: list[float], kind: str) -> None:
     assert not result["honest_accused"]
 
 
+@pytest.mark.slow
 def test_a_coalition_with_one_bias_is_found_and_the_check_does_not_doubt_itself(truth: list[float]) -> None:
     result = run(Training("llama-tiny"), "0.7 of 4 eps sqrt(n), sign same", liars=5, truth=truth, steps=3)
     assert result["found"] == 5
@@ -132,6 +135,7 @@ def test_a_coalition_with_one_bias_is_found_and_the_check_does_not_doubt_itself(
     assert holds(result)
 
 
+@pytest.mark.slow
 def test_a_lie_as_small_as_rounding_does_nothing(truth: list[float]) -> None:
     result = run(Training("llama-tiny"), "0.5 levels, sign random", liars=5, truth=truth, steps=3)
     assert result["told"] > 0
@@ -139,6 +143,7 @@ def test_a_lie_as_small_as_rounding_does_nothing(truth: list[float]) -> None:
     assert not result["honest_accused"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [8, 11])
 def test_a_coalition_that_pushes_the_cell_nearest_zero_of_each_block_is_found(levels: int) -> None:
     """Below the limit of a single cell, it moved the loss by 1.4e-5 and was hardly found: 0 to 13 of 25."""
@@ -182,6 +187,7 @@ def test_with_a_long_inner_dimension_a_chosen_cell_is_caught_every_time(lie: Lie
 # ---- honest devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "training",
     [
@@ -205,6 +211,7 @@ def test_no_honest_block_is_called_wrong_whatever_the_training_does(training: Tr
     assert honest.tiny + honest.special > 0
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_goes_on_as_plain_pytorch_does() -> None:
     training, steps = Training("opt-tiny", 1e30), 4
     trial = Trial(0, lambda block: block.cells)

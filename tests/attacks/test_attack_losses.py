@@ -191,6 +191,7 @@ def test_fitting_is_bounded_in_number_and_time_and_says_what_was_left_out(
     assert f"{20 - most} real devices were not fitted" in (tmp_path / "said").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_results_are_on_disk_before_anything_is_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who interrupts the fitting has the results."""
     from testbed.runs import run as running

@@ -45,6 +45,7 @@ def summary_of(results: Path) -> dict[str, Any]:
 # ---- pods that crash
 
 
+@pytest.mark.slow
 def test_a_pod_that_crashes_is_a_loss_and_is_started_again_and_the_run_ends_exact(start: Start, tmp_path: Path) -> None:
     run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "8", "--results", str(tmp_path))
     run.expect("step 1 of 8", RUN_LIMIT_S)
@@ -75,7 +76,7 @@ def test_pods_come_back_with_those_of_their_devices_that_were_there(
         until(lambda: server.devices == 4, "the server knows")
         for again in (True, False):
             os.kill(pods.pids[1], number)
-            until(lambda: pods._handles[1].code is not None, "it is dead")
+            until(lambda: pods.codes[1] is not None, "it is dead")
             until(lambda: server.devices == 3, "the server knows")
             (told,) = pods.look_after()
             assert ("started again" in told) is again
@@ -95,7 +96,7 @@ def test_a_pod_that_the_scenario_has_killed_stays_dead(serve: Serve, until: Unti
         assert server.wait_for_devices(4, 30.0)
         pods.kill(0)
         until(lambda: server.devices == 2, "it is gone")
-        until(lambda: pods._handles[0].code is not None, "it is dead")
+        until(lambda: pods.codes[0] is not None, "it is dead")
         assert pods.look_after() == []
         assert pods.deaths == []
         server.stop()
@@ -107,7 +108,7 @@ def test_a_pod_that_cannot_start_at_all_is_told_with_its_last_words(
     monkeypatch.setenv("PYTHONPATH", os.devnull)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Pods(fleet_of(1), 1, "tcp://127.0.0.1:1", "off", restarts=3) as pods:
-        until(lambda: pods._handles[0].code is not None, "it has ended")
+        until(lambda: pods.codes[0] is not None, "it has ended")
         with pytest.raises(LaunchError, match=r"a pod ended \(exit code 1\)"):
             pods.check()
 
@@ -180,6 +181,7 @@ def test_a_file_that_is_not_complete_is_removed_and_the_one_before_stays(tmp_pat
     assert path.read_bytes() == b"all of it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["full", "gone"])
 def test_a_log_that_takes_nothing_more_stops_no_training(start: Start, tmp_path: Path, log: str) -> None:
     """Its disk is full, or its reader has gone, after the first lines."""
@@ -196,6 +198,7 @@ def test_a_log_that_takes_nothing_more_stops_no_training(start: Start, tmp_path:
     assert summary["loss_max_abs_diff"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_results_folder_that_disappears_is_made_again(start: Start, tmp_path: Path) -> None:
     run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "3", "--results", str(tmp_path))
     run.expect("step 1 of 3", RUN_LIMIT_S)
@@ -206,6 +209,7 @@ def test_a_results_folder_that_disappears_is_made_again(start: Start, tmp_path: 
     assert summary_of(tmp_path)["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_pod_that_crashes_while_devices_join_is_started_again(start: Start, until: Until, tmp_path: Path) -> None:
     run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "1", "--results", str(tmp_path))
     run.expect("server at", RUN_LIMIT_S)
@@ -223,6 +227,7 @@ def test_a_pod_that_crashes_while_devices_join_is_started_again(start: Start, un
     assert summary_of(tmp_path)["loss_max_abs_diff"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_no_training_and_the_results_say_what_is_missing(start: Start, tmp_path: Path) -> None:
     """No file may grow beyond 12 kB, which needs no root: as on a full disk, small ones fit and large ones do not."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)); " + CLEAVE
@@ -316,6 +321,7 @@ def test_a_signal_while_python_shuts_down_changes_no_exit_code(start: Start) -> 
     assert program.wait() == 130, program.output
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_three_times_ends_as_one_that_is_interrupted_once(
     start: Start, tmp_path: Path
 ) -> None:

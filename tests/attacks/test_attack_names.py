@@ -174,6 +174,7 @@ def test_few_are_let_in_and_say_nothing(nothing_left_behind: None) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_one_key_does_not_connect_again_and_again(nothing_left_behind: None, tmp_path: Path) -> None:
     access = AccessFile(tmp_path / "server")
     access.change(lambda book: (invite(book, "i", "token", 1, 1e5, time.time()), None))

@@ -254,6 +254,7 @@ def test_blocks_with_small_operands_and_huge_outputs_are_refused_before_memory_i
     assert hostile.until(Result).answers["status"].tolist() == [DONE], "what fits is still computed"
 
 
+@pytest.mark.slow
 def test_outputs_of_many_blocks_wait_for_room_however_few_answers_are_read(
     state: Path, start: Start, hostile: HostileServer, until: Until
 ) -> None:
@@ -326,6 +327,7 @@ def used_bytes(state: Path) -> int:
     return int(json.loads(path.read_text())["bytes"]) if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_one_message_cannot_move_more_than_is_left_of_today(
     state: Path, start: Start, raw: RawServer, until: Until, record_property: Any
 ) -> None:
@@ -340,6 +342,7 @@ def test_one_message_cannot_move_more_than_is_left_of_today(
     assert used_bytes(state) < MB + SLACK, "the cap, and what came between two looks"
 
 
+@pytest.mark.slow
 def test_an_honest_server_moves_no_more_than_the_cap(
     state: Path, start: Start, hostile: HostileServer, until: Until
 ) -> None:

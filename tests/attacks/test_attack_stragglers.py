@@ -54,6 +54,7 @@ def seconds(mute: tuple[int, ...] = (), absent: tuple[int, ...] = ()) -> tuple[f
     return server.clock.now_s, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mute", [(5,), (1, 5, 8, 12)])
 def test_who_is_silent_from_the_first_block_on_costs_less_than_half_as_much_again(mute: tuple[int, ...]) -> None:
     healthy_s, _ = seconds()
@@ -157,6 +158,7 @@ def finish(fleet: VirtualFleet, work: Work) -> None:
         fleet.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
 @pytest.mark.parametrize("at", ["0 s", "0.5 s"])
 def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_there_is(
@@ -176,6 +178,7 @@ def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_ther
     assert any("no device" in reason for reason in summary["reasons"])
 
 
+@pytest.mark.slow
 def test_one_silent_stranger_that_stays_does_not_switch_the_wait_off(start: Start, serve: Serve, until: Until) -> None:
     """The devices that have answered are gone; one that never does is there."""
     server = serve()
@@ -204,6 +207,7 @@ def test_one_silent_stranger_that_stays_does_not_switch_the_wait_off(start: Star
         stranger.close()
 
 
+@pytest.mark.slow
 def test_a_run_over_sockets_with_a_third_of_the_fleet_silent_ends_with_the_exact_loss(
     start: Start, tmp_path: Path
 ) -> None:

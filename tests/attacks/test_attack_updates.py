@@ -100,6 +100,7 @@ def numbered_otherwise(newer: NewerServer, new: bytes, folder: Path) -> None:
     newer.offer_signed(make_bundle(folder, RUNNING - 1, VERSION + 1), NEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attack", "reason"),
     [
@@ -151,6 +152,7 @@ def test_a_release_below_one_that_was_installed_before_is_refused(
 # ---- lines and addresses that are not trust
 
 
+@pytest.mark.slow
 def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
     phone: Phone, newer: NewerServer, new: bytes
 ) -> None:
@@ -165,6 +167,7 @@ def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
     assert newer.asked == []
 
 
+@pytest.mark.slow
 def test_a_remembered_loopback_address_is_not_asked(phone: Phone, newer: NewerServer, new: bytes) -> None:
     """Any app on a phone may listen where `adb reverse` once led to the server's files."""
     newer.offer_signed(new)
@@ -177,6 +180,7 @@ def test_a_remembered_loopback_address_is_not_asked(phone: Phone, newer: NewerSe
     assert newer.asked == []
 
 
+@pytest.mark.slow
 def test_without_a_signer_in_the_invitation_there_are_no_updates(phone: Phone, newer: NewerServer, new: bytes) -> None:
     newer.offer_signed(new)
     program = phone.launch("--invitation", newer.link(signer=""))
@@ -186,6 +190,7 @@ def test_without_a_signer_in_the_invitation_there_are_no_updates(phone: Phone, n
     assert newer.asked == []
 
 
+@pytest.mark.slow
 def test_a_second_invitation_does_not_change_the_signer_unless_the_owner_says_so(
     phone: Phone, newer: NewerServer, start: Start
 ) -> None:
@@ -207,6 +212,7 @@ def test_a_second_invitation_does_not_change_the_signer_unless_the_owner_says_so
 # ---- the owner's rule
 
 
+@pytest.mark.slow
 def test_with_auto_a_signed_release_takes_the_old_ones_place(phone: Phone, newer: NewerServer, new: bytes) -> None:
     release = newer.offer_signed(new)
     program = joined(phone, newer)
@@ -221,6 +227,7 @@ def test_with_auto_a_signed_release_takes_the_old_ones_place(phone: Phone, newer
     assert program.wait() == 0
 
 
+@pytest.mark.slow
 def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
     phone: Phone, newer: NewerServer, new: bytes
 ) -> None:
@@ -243,6 +250,7 @@ def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
     assert program.wait() == 0
 
 
+@pytest.mark.slow
 def test_the_phones_own_command_installs_what_waits_and_starts_it(
     phone: Phone, newer: NewerServer, new: bytes, until: Until
 ) -> None:
@@ -263,6 +271,7 @@ def test_the_phones_own_command_installs_what_waits_and_starts_it(
     assert "the agent is not running" in phone.ask("status")
 
 
+@pytest.mark.slow
 def test_what_waits_is_checked_again_when_the_owner_says_yes(phone: Phone, newer: NewerServer, new: bytes) -> None:
     phone.rule("ask")
     newer.offer_signed(new)
@@ -278,6 +287,7 @@ def test_what_waits_is_checked_again_when_the_owner_says_yes(phone: Phone, newer
     assert phone.place.read_bytes() == phone.installed
 
 
+@pytest.mark.slow
 def test_with_never_nothing_is_even_fetched(phone: Phone, newer: NewerServer, new: bytes) -> None:
     phone.rule("never")
     newer.offer_signed(new)
@@ -302,6 +312,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
     phone: Phone, newer: NewerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -320,6 +331,7 @@ def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
     assert f"release {NEXT} did not start here and was rolled back: it is not tried again" in phone.ask("status")
 
 
+@pytest.mark.slow
 def test_a_stop_during_a_trial_is_obeyed_and_the_trial_goes_on_at_the_next_start(
     phone: Phone, newer: NewerServer, tmp_path: Path, until: Until
 ) -> None:

@@ -148,6 +148,7 @@ class Thief:
         self._thread.join()
 
 
+@pytest.mark.slow
 def test_nobody_takes_over_a_pod_whose_connection_ends(serve: Serve, until: Until) -> None:
     """The thief knows the pod's name (it is read here from the server itself), and has it as soon as it is free."""
     server = serve()

@@ -165,6 +165,7 @@ PIECES = st.sampled_from([*WORDS, *NUMBERS, *',"{}[]:# \n\0\u2028'])
 HEADERS = st.sampled_from(["", "device,start_s,end_s\n", TAB, '{"a": [[', '[{"device": '])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["x.csv", "x.json", "x.tab", "x"]), HEADERS, st.lists(PIECES, max_size=30).map("".join))
 def test_any_text_is_a_trace_or_refused_in_one_line(

@@ -124,6 +124,7 @@ def test_a_bare_pod_lets_no_answer_wait_and_says_how_long_it_computed(start: Sta
     assert columns["compute_s"].sum() < took_s
 
 
+@pytest.mark.slow
 def test_who_leaves_and_who_vanishes_is_gone_alone_and_may_return(serve: Serve, until: Until) -> None:
     server = serve(heartbeat_s=0.2)
     with ordered_pod(server, 6) as order:

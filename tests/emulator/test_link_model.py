@@ -150,6 +150,7 @@ def test_a_device_s_times_depend_on_its_own_transfers_only(given: dict[str, floa
         assert schedule(links(**given), asked, only=device)[device] == together[device]
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=100)
 @given(figures, calls, st.integers(1, 6), st.booleans())
 def test_how_blocks_come_together_in_messages_makes_no_difference(

@@ -136,6 +136,7 @@ def check_windows(trace: RateTrace, share: float, offset_s: float, way: str = "d
     return len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.02])
 @pytest.mark.parametrize("name", sorted(MADE))
 def test_throughput_follows_a_made_trace_within_5_percent_in_every_10_seconds(name: str, share: float) -> None:
@@ -167,6 +168,7 @@ def written_link(folder: Path, seed: int) -> Path:
     return folder / "phone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["down", "up"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_throughput_follows_a_trace_from_files_within_5_percent_in_every_10_seconds(
@@ -203,6 +205,7 @@ def test_devices_of_a_traced_network_say_its_mean_and_begin_in_different_places(
 # ---- a real pod
 
 
+@pytest.mark.slow
 def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> None:
     """Over real sockets. Every block downloads 5 kB over a line of 8, 80 and 16 Mbit/s, half a second each; what
     is compared is the moment that the pod says an answer was due, so a busy machine changes nothing."""

@@ -80,6 +80,7 @@ def test_a_tile_that_is_begun_costs_as_much_as_a_full_one() -> None:
 # ---- fitting
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_formula_again_that_made_the_samples() -> None:
     grid = np.array(shapes(150, 0, 1e10, 1 << 26))
     found = fit(grid, KERNEL.seconds(grid))
@@ -89,6 +90,7 @@ def test_a_fit_finds_the_formula_again_that_made_the_samples() -> None:
     assert found.work_s == pytest.approx(KERNEL.work_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_an_efficiency_that_the_formula_does_not_have_is_learnt_from_the_neighbours() -> None:
     def truth(table: Any) -> Any:
         return KERNEL.seconds(table) * (1 + 0.4 * (np.log2(table[:, 2]) > 9) + 0.1 * np.sin(np.log2(table[:, 1])))

@@ -4,6 +4,8 @@ reported, and its effect can be seen at the server's end of the socket."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -225,6 +227,7 @@ def test_who_vanishes_never_answers_and_is_reported_when_it_would_be_missed(door
     assert not any(isinstance(message, Result) for message in server.heard)
 
 
+@pytest.mark.slow
 def test_who_returns_before_it_was_missed_is_there_twice_until_then(door: Open) -> None:
     server = door(heartbeat_s=0.25)
     server.welcome()
@@ -238,6 +241,7 @@ def test_who_returns_before_it_was_missed_is_there_twice_until_then(door: Open) 
     assert server.next(Leave).devices.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_answers_of_the_frozen_come_when_the_frost_ends(door: Open) -> None:
     server = door()
     server.welcome()
@@ -375,12 +379,12 @@ def test_a_pod_killed_on_purpose_is_no_accident_and_others_are(door: Open, until
     server = door()
     server.welcome()
     server.pods.kill(0)
-    until(lambda: server.pods._handles[0].code is not None, "it is dead")
+    until(lambda: server.pods.codes[0] is not None, "it is dead")
     server.pods.check()
     other = door()
     other.welcome()
-    other.pods._handles[0].kill()
-    until(lambda: other.pods._handles[0].code is not None, "it is dead")
+    os.kill(other.pods.pids[0], signal.SIGKILL)
+    until(lambda: other.pods.codes[0] is not None, "it is dead")
     with pytest.raises(LaunchError):
         other.pods.check()
 
@@ -390,7 +394,7 @@ def test_an_order_that_makes_no_sense_ends_the_pod_with_a_reason(door: Open, unt
     server.welcome()
     server.pods.order(0, {"do": "dance"})
     server.pods.exchange()
-    until(lambda: server.pods._handles[0].code is not None, "it has ended")
+    until(lambda: server.pods.codes[0] is not None, "it has ended")
     with pytest.raises(LaunchError, match="an order must be one of leave"):
         server.pods.check()
 

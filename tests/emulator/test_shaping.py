@@ -187,6 +187,7 @@ def test_whatever_the_host_prefers_tcp_slows_down_where_a_queue_is_full(lab: Lin
     assert state(lab) == before
 
 
+@pytest.mark.slow
 def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
     lab: LinkLab, start: Start, tmp_path: Path
 ) -> None:

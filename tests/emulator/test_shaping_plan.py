@@ -256,6 +256,7 @@ def test_more_devices_than_classes_are_refused_with_what_to_do() -> None:
 # ---- traces
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.floats(0, 100), st.floats(1e5, 1e8))
 def test_over_a_whole_trace_the_followed_rate_is_the_line_s_own(
     gaps_ms: list[int], offset_s: float, mean_bps: float
@@ -272,6 +273,7 @@ def test_over_a_whole_trace_the_followed_rate_is_the_line_s_own(
 # ---- text
 
 
+@pytest.mark.slow
 @given(pods())
 def test_a_pod_s_links_survive_json(pod: PodLinks) -> None:
     assert PodLinks.from_json(json.loads(json.dumps(pod.to_json()))) == pod

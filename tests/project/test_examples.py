@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from conftest import Start
 
 
+@pytest.mark.slow
 def test_two_agents_train_a_module_with_the_losses_of_plain_pytorch(start: Start) -> None:
     program = start.command(sys.executable, "examples/two_agents.py")
     assert program.wait(100.0) == 0, program.output

@@ -141,6 +141,7 @@ def knock(guarded: Guarded) -> Iterator[Knock]:
 # ---- those who may
 
 
+@pytest.mark.slow
 def test_an_invited_agent_joins_works_and_comes_back_without_the_link(
     start: Start, guarded: Guarded, tmp_path: Path, until: Until
 ) -> None:
@@ -286,6 +287,7 @@ def test_a_device_that_is_revoked_is_dropped_at_once_and_stays_out(
     until(lambda: len(guarded.refusals()) == 2, "the server says so: at the entrance, and of the connection")
 
 
+@pytest.mark.slow
 def test_an_agent_whose_key_was_revoked_says_so_and_ends(
     start: Start, guarded: Guarded, tmp_path: Path, until: Until
 ) -> None:
@@ -312,6 +314,7 @@ def test_a_stranger_cannot_measure_the_link(guarded: Guarded, knock: Knock) -> N
     assert len(answer.data) == 1000
 
 
+@pytest.mark.slow
 def test_an_invited_device_measures_its_link(start: Start, guarded: Guarded, tmp_path: Path) -> None:
     agent = start("agent", "--state", str(tmp_path / "a"), *FAST, "--invitation", guarded.invite())
     assert guarded.server.wait_for_devices(1, LIMIT_S)
@@ -327,6 +330,7 @@ def test_an_invited_device_measures_its_link(start: Start, guarded: Guarded, tmp
     assert link["up"]
 
 
+@pytest.mark.slow
 def test_a_device_that_asks_for_probes_without_end_is_stopped(guarded: Guarded, knock: Knock) -> None:
     guest = knock()
     guest.join(guarded.token())

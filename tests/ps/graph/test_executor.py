@@ -183,6 +183,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_losses_and_gradients_are_those_of_plain_pytorch(family: Family, order: str) -> None:
     plain, (distributed, _) = family.plain(), family.distributed(ORDERS[order])
@@ -191,6 +192,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(family: Family, order: 
         torch.testing.assert_close(distributed.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_the_order_in_which_products_are_done_changes_not_a_bit(family: Family) -> None:
     first, _ = family.distributed(ORDERS["at once"])
     for order in ("reversed", "random"):
@@ -239,6 +241,7 @@ def test_a_model_is_one_graph_each_way(family: Family) -> None:
     assert [groups[0][0].name.split("/")[0] for groups in walker.graphs] == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_a_model_that_drops_layers_is_trained_all_the_same() -> None:
     config = FAMILIES["opt"]()
     config.use_cache, config.layerdrop, config.num_hidden_layers = False, 0.5, 4

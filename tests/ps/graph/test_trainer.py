@@ -93,6 +93,7 @@ def gradients_of(model: torch.nn.Module, tokens: torch.Tensor, micro_batches: in
     return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_the_gradients_and_the_loss_of_a_batch_in_parts_are_those_of_the_batch(family: str, micro_batches: int) -> None:
@@ -118,6 +119,7 @@ def test_a_batch_in_parts_is_one_step() -> None:
     assert parts == [2] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_distributed_training_in_parts_with_kept_weights_is_plain_training(family: str) -> None:
     plain = model_of(family)

@@ -108,6 +108,7 @@ def test_a_device_of_64_mb_takes_a_weight_gradient_of_any_length() -> None:
         assert block.memory(chunk) <= usable == 32_000_000
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(st.lists(st.tuples(blocks, budgets), min_size=1, max_size=6))
 def test_many_blocks_at_once_are_the_same_as_one_by_one(pairs: list[tuple[Block, int]]) -> None:

@@ -83,6 +83,7 @@ def test_the_tiles_cover_every_cell_exactly_once(problem: tuple[Shape, list[Prof
     assert_brings_what_is_not_there(made, shape, fleet)
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(problems())
 def test_no_block_exceeds_the_memory_of_its_device(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:

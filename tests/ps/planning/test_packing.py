@@ -87,6 +87,7 @@ shapes = st.builds(Shape, st.sampled_from([1, 1, 1, 2, 3, 7, 20]), sides, st.int
 ABLE = Profile(1e9, 0.0, 1e6, 1e6, 0.0, 1 << 40, 4)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(shape=shapes, fleet=st.lists(devices, max_size=40))
 def test_every_cell_is_covered_exactly_once_within_memory_and_not_before_the_bound(

@@ -54,6 +54,7 @@ levels = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(levels, st.lists(requests, min_size=1, max_size=2).map(tuple), st.integers(1, 40), st.integers(0, 5))
 def test_somebody_is_always_left(chain: list[Level], last: tuple[Request, ...], count: int, seed: int) -> None:
@@ -301,15 +302,18 @@ def seconds(kind: Any, early: bool, devices: int, fleet: str = "extreme") -> flo
     return server.clock.now_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fleet", "devices"), [("extreme", 40), ("paper", 200)])
 def test_a_step_is_shorter_when_weight_gradients_are_begun_at_once(fleet: str, devices: int) -> None:
     assert seconds("packed", True, devices, fleet) < 0.97 * seconds("packed", False, devices, fleet)
 
 
+@pytest.mark.slow
 def test_the_planner_is_twice_as_fast_as_the_weighted_grid_on_the_extreme_fleet() -> None:
     assert 2 * seconds("packed", True, 1000) <= seconds("grid", False, 1000)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_step() -> None:
     server = VirtualServer(FLEET, [""] * len(FLEET), Planner(), arithmetic=False)
     for _ in range(2):

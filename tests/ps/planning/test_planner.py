@@ -75,6 +75,7 @@ common = Profile(1e9, 1e-4, 1e7, 1e7, 0.01, HUGE, 4)
 # ---- whatever the products and the fleet
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=150)
 @given(problems(), st.sampled_from(["packed", "packed", "packed", "grid"]))
 def test_every_plan_keeps_its_promises(problem: Problem, kind: str) -> None:
@@ -84,6 +85,7 @@ def test_every_plan_keeps_its_promises(problem: Problem, kind: str) -> None:
         assert_keeps_its_promises(plan, request.shape, fleet, able)
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=100)
 @given(problems(), st.integers(0, 99), st.sampled_from(["packed", "packed", "grid"]))
 def test_after_the_loss_of_any_device_all_promises_still_hold(problem: Problem, choice: int, kind: str) -> None:
@@ -105,6 +107,7 @@ def test_after_the_loss_of_any_device_all_promises_still_hold(problem: Problem, 
         assert (plan.tiles.tobytes(), plan.device.tobytes(), plan.fresh.tobytes()) == before
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=40)
 @given(problems())
 def test_the_same_input_gives_the_same_plan(problem: Problem) -> None:
@@ -116,6 +119,7 @@ def test_the_same_input_gives_the_same_plan(problem: Problem) -> None:
     assert (table.tobytes(), able.tobytes()) == before
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=60)
 @given(problems())
 def test_the_strips_of_a_device_follow_each_other(problem: Problem) -> None:
@@ -401,6 +405,7 @@ def test_whoever_is_slower_than_it_said_is_taken_out_of_plans_and_may_help_elsew
     assert planner.plan(wanted, corrected, able, {slow: 1})[0] is after, "known by now"
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=100)
 @given(problems(), st.data())
 def test_after_devices_have_joined_all_promises_still_hold(problem: Problem, data: st.DataObject) -> None:

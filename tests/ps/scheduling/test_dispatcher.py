@@ -433,6 +433,7 @@ def live(seed: int, events: int = 80, reuse: bool = False) -> World:
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_cell_is_accepted_once_and_every_job_ends_whatever_devices_do(seed: int) -> None:
     world = life(seed)
@@ -445,6 +446,7 @@ def life_with_few_numbers(seed: int) -> World:
     return live(seed, reuse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_number_that_somebody_had_before_is_as_good_as_a_new_one(seed: int) -> None:
     world = life_with_few_numbers(seed)

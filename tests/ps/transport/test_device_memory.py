@@ -140,6 +140,7 @@ STRIP_FRESH = [(1, 1), (0, 1), (0, 1), (0, 1)]
 STRIP_BYTES = 4 * 24 * (16 + 32)  # over an inner length of 24
 
 
+@pytest.mark.slow
 def test_blocks_that_were_decided_on_together_come_in_order_with_one_stamp_in_however_many_messages(
     serve: Serve, puppet_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_strip_travels_once(serve: Serve, puppet_at: Any) -> None:
     assert server.totals.sent_bytes == STRIP_BYTES
 
 
+@pytest.mark.slow
 def test_many_products_leave_nothing_on_a_device(serve: Serve, puppet_at: Any, until: Until) -> None:
     server = serve(heartbeat_s=0.1)
     puppet: Puppet = puppet_at(server, credit=3)
@@ -294,6 +296,7 @@ def allow(agent: Program, more_bytes: int) -> None:
     resource.prlimit(agent.pid, resource.RLIMIT_DATA, (limit, limit))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process that runs")
 @pytest.mark.parametrize("layout", ["inner major", "outer major"])
 def test_an_agent_that_lends_64_mb_computes_a_long_block_within_64_mb(start: Start, serve: Serve, layout: str) -> None:
@@ -308,6 +311,7 @@ def test_an_agent_that_lends_64_mb_computes_a_long_block_within_64_mb(start: Sta
     assert columns["rows"].max() == columns["columns"].max() == SIDE  # it was not cut: it came in chunks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process that runs")
 def test_the_limit_bites_and_what_one_device_cannot_hold_another_one_does(start: Start, serve: Serve) -> None:
     """The same block under the same limit, on an agent that promises more than it has."""
@@ -323,6 +327,7 @@ def test_the_limit_bites_and_what_one_device_cannot_hold_another_one_does(start:
     assert set(server.records.columns()["device"].tolist()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["inner major", "outer major"])
 def test_an_emulated_device_of_64_mb_computes_the_same_block(start: Start, serve: Serve, layout: str) -> None:
     server = serve()
@@ -367,6 +372,7 @@ def test_a_device_that_gives_up_between_two_chunks_loses_the_block_to_another(
     assert set(server.records.columns()["device"].tolist()) == {1}
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_between_two_chunks_is_noticed_when_it_is_spoken_to(
     start: Start, serve: Serve, puppet_at: Any
 ) -> None:

@@ -185,6 +185,7 @@ def in_calls(draw: st.DrawFn, tiles: list[Tile], max_calls: int = 4) -> list[lis
 # ---- the right numbers arrive
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=150)
 @given(data=st.data())
 def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) -> None:
@@ -276,6 +277,7 @@ def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st
         assert line.receiver.bytes == needed_bytes(shape, sent)
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(data=st.data())
 def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataObject) -> None:
@@ -287,6 +289,7 @@ def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataOb
     assert line.receiver.bytes == needed_bytes(shape, [tiles[n] for n in call])
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(data=st.data())
 def test_a_plan_in_several_calls_sends_at_most_what_each_call_needs(data: st.DataObject) -> None:
@@ -325,6 +328,7 @@ def test_a_slab_that_must_be_packed_is_packed_once() -> None:
 # ---- releasing
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=40)
 @given(data=st.data())
 def test_releasing_every_job_frees_every_byte_and_disturbs_no_other_job(data: st.DataObject) -> None:
@@ -397,6 +401,7 @@ def long_products(draw: st.DrawFn) -> tuple[Shape, Tile, int]:
     return shape, tile, draw(st.integers(1, shape.inner - 1))
 
 
+@pytest.mark.slow
 @settings(calm, max_examples=150)
 @given(product=long_products(), left=layouts, right=layouts, kernel=kernels)
 def test_a_block_in_chunks_is_the_block_in_one_piece(

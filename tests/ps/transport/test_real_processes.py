@@ -61,6 +61,7 @@ def stranger_at(nothing_left_behind: None) -> Iterator[Any]:
 # ---- products
 
 
+@pytest.mark.slow
 def test_products_over_two_agents_are_those_of_numpy(start: Start, serve: Serve) -> None:
     server = serve()
     agents(start, server, 2)
@@ -87,6 +88,7 @@ def test_products_over_a_pod_are_those_of_numpy(start: Start, serve: Serve, link
         assert (columns["due_s"] - columns["sent_s"]).min() >= 0.010  # twice the latency
 
 
+@pytest.mark.slow
 def test_a_real_agent_and_a_pod_share_a_product(start: Start, serve: Serve) -> None:
     server = serve()
     agents(start, server, 1)
@@ -100,6 +102,7 @@ def test_a_real_agent_and_a_pod_share_a_product(start: Start, serve: Serve) -> N
 # ---- devices that come and go
 
 
+@pytest.mark.slow
 def test_an_agent_killed_in_the_middle_of_its_work_costs_time_but_no_cell(
     start: Start, serve: Serve, until: Until
 ) -> None:
@@ -127,6 +130,7 @@ def test_work_waits_for_the_first_agent(start: Start, serve: Serve) -> None:
     assert any("no device is there" in text for text in noticed)
 
 
+@pytest.mark.slow
 def test_an_agent_that_joins_later_takes_over_what_waits(start: Start, serve: Serve, until: Until) -> None:
     server = serve(heartbeat_s=5.0)  # nobody is lost in this test
     (first,) = agents(start, server, 1, "--credit", "4")
@@ -140,6 +144,7 @@ def test_an_agent_that_joins_later_takes_over_what_waits(start: Start, serve: Se
     first.signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_an_agent_asked_to_end_leaves_and_its_blocks_are_redone(start: Start, serve: Serve, until: Until) -> None:
     server = serve(heartbeat_s=5.0)
     leaving, _ = agents(start, server, 2)
@@ -216,6 +221,7 @@ def test_a_pod_ends_with_the_run_and_on_sigterm(start: Start, serve: Serve, unti
     assert ending.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pod ends when the server falls silent")
 def test_a_pod_dies_with_its_parent_even_when_that_is_killed(start: Start, serve: Serve) -> None:
     server = serve(heartbeat_s=30.0)  # it is not the server's silence that ends the pod
@@ -257,6 +263,7 @@ def test_noise_on_the_port_does_not_disturb_the_server(start: Start, serve: Serv
     assert server.totals.lost_devices == 0
 
 
+@pytest.mark.slow
 def test_frames_that_make_no_sense_are_counted_and_answered(
     start: Start, serve: Serve, stranger_at: Any, until: Any
 ) -> None:
@@ -425,6 +432,7 @@ def test_a_port_in_use_is_told_and_what_to_do(serve: Serve) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -485,6 +493,7 @@ def test_nothing(start, serve):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ZeroMQ's threads can be seen on Linux only")
 def test_what_is_left_behind_is_found(start: Start, tmp_path: Path) -> None:
     fixtures = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import Multiplication, Stranger, agents
@@ -33,6 +34,7 @@ comings_and_goings = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(comings_and_goings, st.integers(0, 2))
 def test_a_number_means_one_device_and_what_is_kept_grows_only_with_work(
     events: list[tuple[Any, ...]], most_idle: int
@@ -77,6 +79,7 @@ def test_a_number_means_one_device_and_what_is_kept_grows_only_with_work(
 # ---- at a real server
 
 
+@pytest.mark.slow
 def test_however_often_devices_come_and_go_the_server_keeps_the_latest_and_those_who_worked(
     start: Start, serve: Serve, until: Until
 ) -> None:

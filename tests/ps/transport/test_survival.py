@@ -30,6 +30,7 @@ def counted_once(server: Server, products: int) -> None:
     assert server.totals.blocks == len(server.records.columns()["device"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["agents", "pods"])
 def test_with_all_devices_killed_the_server_says_what_it_waits_for_and_goes_on_with_a_newcomer(
     start: Start, serve: Serve, until: Until, kind: str
@@ -59,6 +60,7 @@ def test_with_all_devices_killed_the_server_says_what_it_waits_for_and_goes_on_w
     until(lambda: server.devices == 1, "the newcomer is there")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_alone_again_says_so_again(start: Start, serve: Serve, until: Until) -> None:
     server = serve(heartbeat_s=0.2)
     noticed: list[str] = []
@@ -76,6 +78,7 @@ def test_a_server_that_is_alone_again_says_so_again(start: Start, serve: Serve, 
     product.check()
 
 
+@pytest.mark.slow
 def test_an_agent_that_survives_a_crash_of_the_server_works_for_the_next_one(
     start: Start, serve: Serve, until: Until
 ) -> None:
@@ -108,6 +111,7 @@ def test_an_agent_that_survives_a_crash_of_the_server_works_for_the_next_one(
     assert program.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["agent", "pod"])
 def test_a_process_that_is_stopped_loses_its_work_and_joins_again_when_it_goes_on(
     start: Start, serve: Serve, until: Until, kind: str

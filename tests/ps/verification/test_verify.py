@@ -77,6 +77,7 @@ def factors(seed: int, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
 # ---- real products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_name", ["opt-tiny", "llama-tiny"])
 def test_real_activations_and_gradients_are_well_within_the_level(model_name: str) -> None:
     loudest: list[float] = []
@@ -109,6 +110,7 @@ def spoilt(block: Array, how: str) -> Array:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["noise", "element", "stale", "zeros", "nan", "inf"])
 def test_a_wrong_block_of_a_real_product_is_found_and_no_other(how: str) -> None:
     seen = 0
@@ -138,6 +140,7 @@ sizes = st.integers(1, 12)
 scales = st.sampled_from([0.0, 1e-44, 1e-38, 1e-30, 1e-18, 1.0, 1e15, 1e19, 1e30, 1e38])
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), sizes, st.integers(1, 200), sizes, st.integers(0, 2**32 - 1), scales, scales)
 def test_right_products_of_any_size_and_scale_pass(
     b: int, m: int, n: int, q: int, seed: int, one: float, two: float
@@ -151,6 +154,7 @@ def test_right_products_of_any_size_and_scale_pass(
     assert replace(found, examined=0) == Findings()  # suspicion may err now and then, an accusation may not
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-30, 1e-12, 1.0, 1e18]), st.sampled_from([1e-3, 1.0, np.nan]))
 def test_a_wrong_cell_is_found_whatever_the_scale_of_its_row(seed: int, scale: float, lie: float) -> None:
     left, right = factors(seed, (1, 30, 40, 20))
@@ -499,6 +503,7 @@ def test_an_own_kernel_that_is_lucky_in_many_cells_is_no_evidence(inner: int) ->
 # ---- many liars, and what they cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [256, 11_008, 131_072])
 def test_the_work_of_one_check_is_bounded_however_many_lie(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """25 liars at 131,072 took the server minutes."""

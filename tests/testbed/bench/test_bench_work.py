@@ -151,6 +151,7 @@ def test_a_peer_that_fails_is_reported_with_the_reason(tmp_path: Path, monkeypat
     assert "no luck today" in str(report["reason"])
 
 
+@pytest.mark.slow
 def test_a_peer_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "RUN_LIMIT_S", 1)
     monkeypatch.setattr(peers, "GRACE_S", 0.5)

@@ -32,6 +32,7 @@ def _json(start: Start, *command: str) -> Any:
     return json.loads(program.output)
 
 
+@pytest.mark.slow
 def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state: Path) -> None:
     waits = ("--set", "fleet.phones=1")  # the run begins when the device is there, however long it measures itself
     run = start("cleave", "run", "quickstart", *SMALL, *waits, "--listen", "tcp://127.0.0.1:0", cwd=state)
@@ -55,6 +56,7 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state
     assert _json(start, "devices")[0]["state"] == "revoked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [

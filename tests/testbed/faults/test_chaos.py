@@ -19,6 +19,7 @@ from testbed.faults.chaos_world import COMMON, FAULTS, HUGE, STRAYS, Operation, 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_operations_and_the_same_trace() -> None:
     for seed in range(5):
         assert generate(seed) == generate(seed)
@@ -26,6 +27,7 @@ def test_the_same_seed_gives_the_same_operations_and_the_same_trace() -> None:
     assert World(generate(0)).live().trace != World(generate(1)).live().trace
 
 
+@pytest.mark.slow
 def test_sound_code_survives_and_every_kind_of_fault_happens() -> None:
     tally = Tally()
     for seed in range(10_000, 10_240):
@@ -155,6 +157,7 @@ def first_failure(most: int = 200) -> tuple[int, list[Operation], Failure]:
     raise AssertionError(f"{most} worlds, and the bug was not found")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_bug_is_found_and_shrunk_and_its_test_fails_in_the_same_way(
     plant: Plant, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,8 @@ from testbed.faults.fuzz import AT_ONCE, KEY_BYTES, KINDS, PRODUCT_BYTES, Outcom
 from testbed.faults.memory import Memory, memory
 from testbed.faults.mutations import mutated, valid_messages
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from conftest import Start, Until
 

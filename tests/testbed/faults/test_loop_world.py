@@ -30,6 +30,8 @@ from testbed.faults.chaos import LOOP, Failure, Tally, failure_of, generate_loop
 from testbed.faults.chaos_world import COMMON, Operation
 from testbed.faults.loop_world import FAULTS, SERVER_FAULTS, LoopWorld
 
+pytestmark = pytest.mark.slow
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

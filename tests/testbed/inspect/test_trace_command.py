@@ -142,6 +142,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
     assert told in line
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_link_trace_are_those_of_a_hand_calculation(tmp_path: Path) -> None:
     (tmp_path / "drive.down").write_text("".join(f"{ms}\n" for ms in (0, 0, 500, 1000, 1500, 2000)), encoding="utf-8")
     (tmp_path / "drive.up").write_text("1000\n2000\n", encoding="utf-8")

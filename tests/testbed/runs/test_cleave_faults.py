@@ -72,6 +72,7 @@ def runs(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: Run(folder) for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 def test_with_devices_coming_and_going_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
     run = runs["churn"]
     run.check()
@@ -83,6 +84,7 @@ def test_with_devices_coming_and_going_the_loss_is_that_of_plain_pytorch(runs: d
     assert sum(len(event["devices"]) for event in run.injected) == audit["scheduled"]
 
 
+@pytest.mark.slow
 def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
     run = runs["faults"]
     run.check()
@@ -94,6 +96,7 @@ def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(ru
     assert run.summary["lost_devices"] >= 10  # the killed pod's
 
 
+@pytest.mark.slow
 def test_liars_are_all_caught_within_two_steps_and_nobody_else_and_the_loss_is_that_of_plain_pytorch(
     runs: dict[str, Run],
 ) -> None:

@@ -103,6 +103,7 @@ def long_runs(exploding: object, launch: Launch) -> dict[signal.Signals, Program
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "model"), [("quickstart", "opt-tiny"), ("llama", "llama-tiny")])
 def test_the_loss_is_that_of_plain_pytorch_and_the_devices_did_all_of_it(
     runs: dict[str, Run], scenario: str, model: str
@@ -117,6 +118,7 @@ def test_the_loss_is_that_of_plain_pytorch_and_the_devices_did_all_of_it(
     assert summary["verdict"] in ("VALID", "DEGRADED")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
 def test_the_summary_has_what_was_promised(runs: dict[str, Run], scenario: str) -> None:
     summary = runs[scenario].summary
@@ -128,6 +130,7 @@ def test_the_summary_has_what_was_promised(runs: dict[str, Run], scenario: str) 
     assert summary["real_devices"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
 def test_every_file_of_the_results_is_readable_and_they_agree(runs: dict[str, Run], scenario: str) -> None:
     run = runs[scenario]
@@ -147,6 +150,7 @@ def test_every_file_of_the_results_is_readable_and_they_agree(runs: dict[str, Ru
     assert "plain PyTorch" in (run.folder / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
 def test_the_blocks_tile_every_product_and_their_flops_add_up(runs: dict[str, Run], scenario: str) -> None:
     run = runs[scenario]
@@ -167,6 +171,7 @@ def test_the_blocks_tile_every_product_and_their_flops_add_up(runs: dict[str, Ru
 _EXTENTS = (("batch", "batches"), ("row", "rows"), ("column", "columns"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
 def test_how_long_a_step_should_take_is_said_before_it_is_taken(runs: dict[str, Run], scenario: str) -> None:
     run = runs[scenario]
@@ -179,6 +184,7 @@ def test_how_long_a_step_should_take_is_said_before_it_is_taken(runs: dict[str, 
     assert f"predicted {predicted_s:.2f} (achieved " in (run.folder / "summary.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_devices_that_keep_the_weights_download_a_third_less_and_the_loss_is_the_same(keeping: dict[str, Run]) -> None:
     kept, sent_again = keeping["true"].summary, keeping["false"].summary
     assert kept["bytes_down"] <= 0.7 * sent_again["bytes_down"]
@@ -187,6 +193,7 @@ def test_devices_that_keep_the_weights_download_a_third_less_and_the_loss_is_the
     assert kept["products_per_step"] == sent_again["products_per_step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["true", "false"])
 def test_a_batch_in_parts_has_the_loss_and_the_flops_of_plain_pytorch(keeping: dict[str, Run], keep: str) -> None:
     summary = keeping[keep].summary
@@ -195,6 +202,7 @@ def test_a_batch_in_parts_has_the_loss_and_the_flops_of_plain_pytorch(keeping: d
     assert summary["bytes_down"] == sum(int(row["bytes_down"]) for row in keeping[keep].steps)
 
 
+@pytest.mark.slow
 def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]) -> None:
     output = runs["quickstart"].output
     for text in (
@@ -210,6 +218,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_nor_loss(
     start: Start, runs: dict[str, Run], exploding: object, tmp_path: Path
 ) -> None:
@@ -241,6 +250,7 @@ def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_no
     assert run.summary["losses"][:2] == pytest.approx(earlier["losses"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_to_nan_goes_on_exactly_as_plain_pytorch_does(exploding: tuple[Program, Path]) -> None:
     program, parent = exploding
     code = program.wait(RUN_LIMIT_S)
@@ -257,6 +267,7 @@ def test_a_training_that_diverges_to_nan_goes_on_exactly_as_plain_pytorch_does(e
     assert summary["basis"] == {"published": 40}  # a uniform fleet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interrupted_it_ends_everything_it_started(
     long_runs: dict[signal.Signals, Program], number: signal.Signals
@@ -272,6 +283,7 @@ def test_interrupted_it_ends_everything_it_started(
     assert code == 130
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pods end when the server falls silent, a little later")
 def test_killed_in_the_middle_of_training_it_leaves_no_process(long_runs: dict[signal.Signals, Program]) -> None:
     program = long_runs[signal.SIGKILL]
@@ -392,6 +404,7 @@ def late_mistakes(
         yield programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "expected"),
     [

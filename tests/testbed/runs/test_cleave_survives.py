@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import pytest
 import small_runs
 from small_runs import CLEAVE, RUN_LIMIT_S
 
@@ -19,6 +20,7 @@ SMALL = ("--devices", "12", *small_runs.SMALL)
 STAY_DEAD = ("--set", "launch.restarts=0")
 
 
+@pytest.mark.slow
 def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_of_plain_pytorch(
     start: Start, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ CLOCKS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_same_scenario_is_the_same_run_on_every_clock(runs: Runs) -> None:
     """A busy machine makes real time longer than modelled time, and nothing makes it shorter; but pods join in any
     order, and with the numbers of devices plans change a little."""
@@ -180,11 +181,13 @@ def test_the_same_scenario_is_the_same_run_on_every_clock(runs: Runs) -> None:
     assert told["shapes"].losses == []
 
 
+@pytest.mark.slow
 def test_a_scaled_run_takes_so_many_times_longer_than_it_tells(runs: Runs) -> None:
     _, summary = runs(**CLOCKS["scaled"])
     assert summary.training_host_s >= 2 * 2 * 0.9 * runs(**CLOCKS["virtual"])[1].step_s["p50"]
 
 
+@pytest.mark.slow
 def test_virtual_time_is_not_waited_for(runs: Runs) -> None:
     """Modelled seconds are so many here that no machine is as slow."""
     _, summary = runs(fleet__line_share="0.00001", **CLOCKS["shapes"])
@@ -197,6 +200,7 @@ def _seconds(folder: Path) -> list[float]:
         return [float(row["seconds"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_every_clock_leaves_the_same_folder(runs: Runs) -> None:
     contents = {name: runs(**clock)[0] for name, clock in CLOCKS.items()}
     names = [{path.name for path in folder.iterdir()} for folder in contents.values()]
@@ -214,6 +218,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_shapes_only_says_that_there_is_no_loss(runs: Runs) -> None:
     folder, summary = runs(**CLOCKS["shapes"])
     console = Console(width=110)
@@ -228,6 +233,7 @@ def test_shapes_only_says_that_there_is_no_loss(runs: Runs) -> None:
 FAULTY = {"clock__kind": "virtual", "training__steps": "2", "fleet__devices": "40", "fleet__line_share": "0.0005"}
 
 
+@pytest.mark.slow
 def test_a_seeded_virtual_run_twice_is_the_same_to_the_byte_and_another_seed_is_another(runs: Runs) -> None:
     """With devices that come and go, freeze and fall silent."""
     one, two, other = (runs("churn", **FAULTY, **more) for more in ({}, {"again": "1"}, {"seed": "2"}))
@@ -240,6 +246,7 @@ def test_a_seeded_virtual_run_twice_is_the_same_to_the_byte_and_another_seed_is_
     assert blocks[0].equals(blocks[1])
 
 
+@pytest.mark.slow
 def test_faults_come_at_their_virtual_moment(runs: Runs) -> None:
     _, summary = runs("churn", **FAULTY)
     assert summary.audit["faults"]["injected"] == summary.audit["faults"]["scheduled"] > 0
@@ -248,6 +255,7 @@ def test_faults_come_at_their_virtual_moment(runs: Runs) -> None:
     assert summary.flops_done == summary.flops_reference
 
 
+@pytest.mark.slow
 def test_stamps_of_a_virtual_run_are_virtual(runs: Runs) -> None:
     folder, summary = runs(**CLOCKS["virtual"])
     events = _events(folder)

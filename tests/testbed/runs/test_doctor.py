@@ -165,6 +165,7 @@ def test_the_command_tells_what_this_host_can_do(start: Start) -> None:
     assert names[:3] == ["Python", "cores", "memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -48,6 +48,7 @@ def run_with(start: Start, folder: Path, *options: str, phones: dict[str, tuple[
     return summary | {"folder": results, "output": run.output}
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_its_phones_and_marks_them_in_every_table(start: Start, tmp_path: Path) -> None:
     summary = run_with(
         *(start, tmp_path, "--devices", "6", "--set", "fleet.phones=2"),
@@ -83,6 +84,7 @@ def test_a_run_waits_for_its_phones_and_marks_them_in_every_table(start: Start, 
     assert make_fleet(twins.fleet, twins.links, 1).models is not None
 
 
+@pytest.mark.slow
 def test_phones_alone_train_too(start: Start, tmp_path: Path) -> None:
     summary = run_with(
         *(start, tmp_path, "--devices", "0", "--set", "fleet.phones=1"), phones={"phone": ("--unmeasured",)}
@@ -90,6 +92,7 @@ def test_phones_alone_train_too(start: Start, tmp_path: Path) -> None:
     assert summary["real_devices"] == {"phone": summary["blocks"]}
 
 
+@pytest.mark.slow
 def test_a_run_without_its_phones_says_how_one_joins_and_ends(start: Start, tmp_path: Path) -> None:
     options = ("--devices", "3", "--set", "fleet.phones=2", "--set", "fleet.phones_wait=200 ms")
     run = start("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--results", str(tmp_path))

@@ -33,6 +33,7 @@ CLEAVE = ("-c", "from testbed.commands.cli import main; main()")
 # ---- what it finds
 
 
+@pytest.mark.slow
 def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_shapes_it_has_not_seen(tmp_path: Path) -> None:
     found = calibrate(read_samples(written(tmp_path, profile())))
     assert found.kernel == "numpy"
@@ -44,6 +45,7 @@ def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_shapes_it_has_not_
     assert found.model.rested == 1.0
 
 
+@pytest.mark.slow
 def test_a_kernel_can_be_chosen(tmp_path: Path) -> None:
     samples = read_samples(written(tmp_path, profile()))
     slow = calibrate(samples, "onnxruntime")
@@ -52,6 +54,7 @@ def test_a_kernel_can_be_chosen(tmp_path: Path) -> None:
         calibrate(samples, "abacus")
 
 
+@pytest.mark.slow
 def test_a_moment_that_somebody_else_takes_does_not_move_what_is_typical(tmp_path: Path) -> None:
     document = profile(40, 3)
     document["device"]["cpu_quota"] = {"quota_us": 2500, "period_us": 10000}
@@ -62,6 +65,7 @@ def test_a_moment_that_somebody_else_takes_does_not_move_what_is_typical(tmp_pat
     assert busy.measured_s.tolist() == quiet.measured_s.tolist()
 
 
+@pytest.mark.slow
 def test_a_profile_of_version_1_is_still_read(tmp_path: Path) -> None:
     document = profile()
     now = calibrate(read_samples(written(tmp_path, document)))
@@ -78,6 +82,7 @@ def test_a_processor_clock_too_coarse_for_one_call_is_read_over_all_of_them(tmp_
         assert sample.typical_processor_s == sample.processor_s / sample.calls
 
 
+@pytest.mark.slow
 def test_pauses_count_only_where_a_quota_makes_them(tmp_path: Path) -> None:
     document = profile()
     document["pauses"]["ran_and_away_s"] = [[0.004, 0.012]] * 50
@@ -93,6 +98,7 @@ def test_the_link_is_what_a_transfer_takes_longer_than_a_round_trip(tmp_path: Pa
     assert link == pytest.approx({"down_bps": 8e7, "up_bps": 4e7, "latency_s": 0.01})
 
 
+@pytest.mark.slow
 def test_a_device_file_says_where_it_comes_from_and_can_be_read_back(tmp_path: Path) -> None:
     samples = read_samples(written(tmp_path, profile()))
     found = calibrate(samples)
@@ -129,6 +135,7 @@ def device_path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_scenario_may_name_a_device_file_and_its_devices_are_measured(device_path: Path) -> None:
     kinds = f'fleet.kinds={{"{device_path}" = 1.0, "pixel-8" = 1.0}}'
     scenario = load_scenario("quickstart", parse_assignments([kinds]))
@@ -145,6 +152,7 @@ def test_a_scenario_may_name_a_device_file_and_its_devices_are_measured(device_p
     ModelledFleet(pack_profiles([]), Planner(), models=joined)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -230,6 +238,7 @@ def test_a_profile_that_is_not_there_is_refused() -> None:
 # ---- the command
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_error_draws_and_writes(start: Start, tmp_path: Path) -> None:
     path = written(tmp_path, profile())
     out, svg = tmp_path / "phone.toml", tmp_path / "phone.svg"
@@ -254,6 +263,7 @@ def refused(program: Program) -> str:
     return program.errors[0]
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line_and_exit_code_2(start: Start, tmp_path: Path) -> None:
     good, bad = written(tmp_path, profile(24, 1)), tmp_path / "bad.json"
     bad.write_text(json.dumps(profile(24, 1))[:1000], encoding="utf-8")

@@ -34,6 +34,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     return json.loads(done.stdout), [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_makespan_follows_from_the_tiles(planned: tuple[dict[str, Any], list[dict[str, int]]]) -> None:
     report, tiles = planned
     for index, product in enumerate(report["products"]):
@@ -55,12 +56,14 @@ def test_every_makespan_follows_from_the_tiles(planned: tuple[dict[str, Any], li
         assert sum(cells.values()) == product["batch"] * product["m"] * product["q"]
 
 
+@pytest.mark.slow
 def test_the_batch_is_the_sum_of_its_products(planned: tuple[dict[str, Any], list[dict[str, int]]]) -> None:
     report, _ = planned
     total = sum(p["count"] * p["makespan_s"] for p in report["products"])
     assert report["batch_s"] == pytest.approx(total)
 
 
+@pytest.mark.slow
 def test_a_llama_layer_has_27_products_and_the_flops_of_the_formula() -> None:
     config = model_config("llama2-7b")
     products = step_products(config, batch=1, sequence=64)
@@ -108,6 +111,7 @@ def test_a_product_that_no_device_can_hold_is_a_clear_error() -> None:
         plan_product(Shape(1, 4, 4, 4), 1, profiles, 2, None)
 
 
+@pytest.mark.slow
 def test_tiles_that_cannot_be_written_are_a_clear_error(tmp_path: Path) -> None:
     done = cleave("--model", "opt-tiny", "--devices", "3", "--seq", "8", "--tiles", str(tmp_path / "no" / "where"))
     assert done.returncode == 2

@@ -104,6 +104,7 @@ def slower(profiles: NDArray[np.void], factor: float) -> NDArray[np.void]:
 # ---- the step is the step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fleet", ["paper", "moderate", "extreme"])
 def test_the_gradients_of_a_predicted_step_are_those_of_plain_pytorch(model: Model, fleet: str) -> None:
     model.module.zero_grad()
@@ -115,6 +116,7 @@ def test_the_gradients_of_a_predicted_step_are_those_of_plain_pytorch(model: Mod
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_executor_is_left_as_it_was(model: Model) -> None:
     model.predict(uniform_fleet("paper", 20, seed=1), micro_batches=4, keep=True)
     executor = model.executor

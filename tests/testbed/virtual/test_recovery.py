@@ -154,6 +154,7 @@ def test_the_ratio_is_the_baseline_over_ours(trials: list[Trial]) -> None:
 TINY = ["--model", "opt-tiny", "--devices", "12", "--batch", "4", "--seq", "32", "--trials", "2"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_that_holds_what_the_baselines_need() -> None:
     done = cleave(*TINY, "--failures", "1,3", "--format", "json")
     assert done.returncode == 0, done.stderr
@@ -165,6 +166,7 @@ def test_the_command_prints_json_that_holds_what_the_baselines_need() -> None:
     assert cost_s == pytest.approx(lost + reload_s)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_its_assumptions() -> None:
     done = cleave(*TINY)
     assert done.returncode == 0, done.stderr
@@ -180,6 +182,7 @@ def test_the_command_prints_a_table_and_its_assumptions() -> None:
         assert word in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

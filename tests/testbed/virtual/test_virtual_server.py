@@ -65,6 +65,7 @@ def faults(draw: st.DrawFn) -> list[Injection]:
     return listed
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(faults(), st.integers(0, 3))
 def test_whatever_happens_every_product_ends_and_counts_once(plan: list[Injection], seed: int) -> None:
