@@ -20,7 +20,7 @@ from ps.planning.cost import Integers, Numbers, block_seconds, chunk_length, usa
 from ps.planning.pipeline import (
     Cuts,
     chunks_of,
-    cut_tiles,
+    cut_boxes,
     ended_plan,
     made_plan,
     queue_seconds,
@@ -29,7 +29,7 @@ from ps.planning.pipeline import (
     taper,
 )
 from ps.planning.plans import Plan, PlanError, Request, Shape
-from ps.planning.weighted_grid import able_devices, grid_tiles
+from ps.planning.weighted_grid import able_devices, grid_boxes
 
 HELPERS = 32  # devices that a rectangle without neighbours is cut over
 MOST_NEWCOMERS = 64  # newcomers that get something at once; more of them wait for the next plan
@@ -44,7 +44,7 @@ class _Stack:
     frame: tuple[int, int, int, int]  # batch, batches, and begin and size across the stack
     begin: int
     length: int
-    tiles: Integers  # indices of the remaining blocks
+    boxes: Integers  # indices of the remaining blocks
     holes: list[Integers]  # the lost rectangles
 
 
@@ -60,13 +60,13 @@ def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.v
         plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
         assert plan.chunks is not None
         assert plan.ends_s is not None
-    holes = rectangles(plan.tiles[gone], plan.device[gone])
+    holes = rectangles(plan.boxes[gone], plan.device[gone])
     stacks, alone = _stacks(plan, gone, holes)
-    tiles, device, taken, left_over = _solved(plan, stacks, request, profiles)
+    boxes, device, taken, left_over = _solved(plan, stacks, request, profiles)
     kept = ~gone
     kept[taken] = False
     as_before = int(kept.sum())
-    tiles, device = np.concatenate([plan.tiles[kept], tiles]), np.concatenate([plan.device[kept], device])
+    boxes, device = np.concatenate([plan.boxes[kept], boxes]), np.concatenate([plan.device[kept], device])
     alone += left_over
     if alone:
         end_of = np.zeros(len(profiles))
@@ -74,25 +74,25 @@ def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.v
         stacked = np.unique(device[as_before:])
         end_of[stacked] = np.maximum(end_of[stacked], plan.makespan_s)  # about: they have just been given more
         more, helpers = _helped(alone, end_of, shape, profiles, able)
-        tiles, device = np.concatenate([tiles, more]), np.concatenate([device, helpers])
+        boxes, device = np.concatenate([boxes, more]), np.concatenate([device, helpers])
     # only devices with new blocks, or fewer than before, bring other slabs than they did and end at another time
     changed = _marked(np.concatenate([device[as_before:], plan.device[taken]]), profiles)[device]
     some = np.flatnonzero(changed)
-    part = made_plan(tiles[some], device[some], shape, profiles)
+    part = made_plan(boxes[some], device[some], shape, profiles)
     assert part.chunks is not None
     assert part.ends_s is not None
-    new = len(tiles) - as_before
+    new = len(boxes) - as_before
     chunks = np.concatenate([plan.chunks[kept], np.ones(new, np.int64)])
     fresh = np.concatenate([plan.fresh[kept], np.ones((new, 2), np.bool_)])
     ends_s = np.concatenate([plan.ends_s[kept], np.zeros(new)])
     chunks[some], fresh[some], ends_s[some] = part.chunks, part.fresh, part.ends_s
-    return Plan(tiles, device, fresh, float(ends_s.max()), chunks, ends_s)
+    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, ends_s)
 
 
 def _as_made(
     plan: Plan, shape: Shape, profiles: NDArray[np.void]
 ) -> tuple[Integers, Integers, NDArray[np.bool_], Integers]:
-    return plan.tiles, plan.device, plan.fresh, chunks_of(plan.tiles, plan.device, shape, profiles)
+    return plan.boxes, plan.device, plan.fresh, chunks_of(plan.boxes, plan.device, shape, profiles)
 
 
 def _marked(devices: Integers, profiles: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -110,30 +110,30 @@ def _stacks(plan: Plan, gone: NDArray[np.bool_], holes: list[Integers]) -> tuple
     pending = list(holes)
     while pending:
         hole = pending.pop(0)
-        choices = [_around(plan.tiles, free, hole, pending, turned) for turned in (False, True)]
-        best = max(choices, key=lambda stack: 0 if stack is None else len(set(plan.device[stack.tiles].tolist())))
+        choices = [_around(plan.boxes, free, hole, pending, turned) for turned in (False, True)]
+        best = max(choices, key=lambda stack: 0 if stack is None else len(set(plan.device[stack.boxes].tolist())))
         if best is None:
             alone.append(hole)
             continue
         pending = [other for other in pending if not any(other is filled for filled in best.holes)]
-        free[best.tiles] = False
+        free[best.boxes] = False
         stacks.append(best)
     return stacks, alone
 
 
 def _around(
-    tiles: Integers, free: NDArray[np.bool_], hole: Integers, others: list[Integers], turned: bool
+    boxes: Integers, free: NDArray[np.bool_], hole: Integers, others: list[Integers], turned: bool
 ) -> _Stack | None:
     """The unbroken run of blocks and holes of the same breadth around `hole`, if there is a block in it."""
     along, across = (4, 2) if turned else (2, 4)
     frame = [0, 1, across, across + 1]
-    same = np.flatnonzero(free & (tiles[:, 0] == hole[0]) & (tiles[:, across] == hole[across]))
-    same = same[(tiles[same][:, frame] == hole[frame]).all(axis=1)]
+    same = np.flatnonzero(free & (boxes[:, 0] == hole[0]) & (boxes[:, across] == hole[across]))
+    same = same[(boxes[same][:, frame] == hole[frame]).all(axis=1)]
     if not len(same):
         return None
     beside = [hole, *(other for other in others if (other[frame] == hole[frame]).all())]
-    begins = np.concatenate([tiles[same, along], [other[along] for other in beside]])
-    sizes = np.concatenate([tiles[same, along + 1], [other[along + 1] for other in beside]])
+    begins = np.concatenate([boxes[same, along], [other[along] for other in beside]])
+    sizes = np.concatenate([boxes[same, along + 1], [other[along + 1] for other in beside]])
     order = np.argsort(begins, kind="stable")
     broken = begins[order][1:] != (begins + sizes)[order][:-1]
     run = np.concatenate([[0], np.cumsum(broken)])
@@ -145,7 +145,7 @@ def _around(
         frame=(int(hole[0]), int(hole[1]), int(hole[across]), int(hole[across + 1])),
         begin=int(begins[mine].min()),
         length=int(sizes[mine].sum()),
-        tiles=np.sort(same[mine[mine < len(same)]]),
+        boxes=np.sort(same[mine[mine < len(same)]]),
         holes=[beside[i - len(same)] for i in mine.tolist() if i >= len(same)],
     )
 
@@ -154,7 +154,7 @@ def _solved(
     plan: Plan, stacks: list[_Stack], request: Request, profiles: NDArray[np.void]
 ) -> tuple[Integers, Integers, Integers, list[Integers]]:
     """New blocks and their devices, the blocks they replace, and holes that would make their stack end too late."""
-    tiles, device = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)]
+    boxes, device = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)]
     taken, left_over = [np.empty(0, np.int64)], []
     for turned in (False, True):
         mine = [stack for stack in stacks if stack.turned == turned]
@@ -177,11 +177,11 @@ def _solved(
             frame = np.broadcast_to(stack.frame, (len(who), 4))
             along, across = [stack.begin + np.cumsum(rows) - rows, rows], [frame[:, 2], frame[:, 3]]
             table = np.column_stack([frame[:, :2], *(across + along if turned else along + across)])
-            cut, owner = cut_tiles(table, made.order[who], strips[who], turned, request.shape, profiles)
-            tiles.append(cut)
+            cut, owner = cut_boxes(table, made.order[who], strips[who], turned, request.shape, profiles)
+            boxes.append(cut)
             device.append(owner)
-            taken.append(stack.tiles)
-    return np.concatenate(tiles), np.concatenate(device), np.concatenate(taken), left_over
+            taken.append(stack.boxes)
+    return np.concatenate(boxes), np.concatenate(device), np.concatenate(taken), left_over
 
 
 def _columns(
@@ -190,14 +190,14 @@ def _columns(
     """The remaining devices of each stack as a column of its own, and the number of strips of each device. What a
     device has elsewhere in the plan delays it."""
     shape = request.shape
-    index = np.concatenate([stack.tiles for stack in stacks])
-    stack_of = np.repeat(np.arange(len(stacks)), [len(stack.tiles) for stack in stacks])
+    index = np.concatenate([stack.boxes for stack in stacks])
+    stack_of = np.repeat(np.arange(len(stacks)), [len(stack.boxes) for stack in stacks])
     pairs, seat = np.unique(stack_of * len(profiles) + plan.device[index], return_inverse=True)
     member, names = np.divmod(pairs, len(profiles))
     chunks = np.ones(len(names), np.int64)
-    np.maximum.at(chunks, seat, chunks_of(plan.tiles[index], plan.device[index], shape, profiles))
+    np.maximum.at(chunks, seat, chunks_of(plan.boxes[index], plan.device[index], shape, profiles))
     strips = np.where(chunks > 1, 1, np.bincount(seat))
-    along = np.bincount(seat, plan.tiles[index, 5 if stacks[0].turned else 3])  # about: they will get more
+    along = np.bincount(seat, plan.boxes[index, 5 if stacks[0].turned else 3])  # about: they will get more
     batches, across = np.array([(stack.frame[1], stack.frame[3]) for stack in stacks])[member].T
     steep = taper(*queue_seconds(profiles, names, shape, batches, along, across, along), strips)
     cuts = Cuts(strips, chunks, np.zeros(len(names), np.bool_), np.stack([steep, steep]))
@@ -206,7 +206,7 @@ def _columns(
     elsewhere[index] = False
     others = np.flatnonzero(elsewhere)
     delay_s = np.bincount(
-        plan.device[others], _busy_s(plan.tiles[others], plan.device[others], shape, profiles), len(profiles)
+        plan.device[others], _busy_s(plan.boxes[others], plan.device[others], shape, profiles), len(profiles)
     )
     mine = cost_model[stacks[0].turned]
     column = np.arange(len(stacks))
@@ -223,9 +223,9 @@ def _columns(
     return made, strips
 
 
-def _busy_s(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Numbers:
+def _busy_s(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Numbers:
     """Upper bound of what each block adds to its device's work: everything but the latency."""
-    batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
+    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
     down_s, compute_s, up_s = queue_seconds(profiles, device, shape, batches, rows, columns, rows + columns)
     busy_s: Numbers = profiles["overhead_s"][device] + down_s + compute_s + up_s
     return busy_s
@@ -245,7 +245,7 @@ def _helped(
         batch, batches, row, rows, column, columns = hole.tolist()
         ends_s = backlog_s[able] + block_seconds(mine, batches, rows, shape.inner, columns)
         names = able[np.sort(np.argsort(ends_s, kind="stable")[:HELPERS])]
-        part, owner = grid_tiles(
+        part, owner = grid_boxes(
             Shape(batches, rows, shape.inner, columns), profiles[names], backlog_s[names], count=len(names)
         )
         found.append(part + np.array([batch, 0, row, 0, column, 0]))
@@ -260,18 +260,18 @@ def with_newcomers(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray
         plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
         assert plan.ends_s is not None
     end_of = dict(zip(plan.device.tolist(), plan.ends_s.tolist(), strict=True))
-    tiles, device = plan.tiles.copy(), plan.device
+    boxes, device = plan.boxes.copy(), plan.device
     budget = usable_bytes(profiles)
     for newcomer in joined[:MOST_NEWCOMERS].tolist():
         last = max(end_of, key=end_of.__getitem__)
         mine = np.flatnonzero(device == last)
-        index = mine[np.argmax(tiles[mine, 1] * tiles[mine, 3] * tiles[mine, 5])]
-        axis = 0 if tiles[index, 1] > 1 else 2 if tiles[index, 3] >= tiles[index, 5] else 4
-        half = int(tiles[index, axis + 1]) // 2
+        index = mine[np.argmax(boxes[mine, 1] * boxes[mine, 3] * boxes[mine, 5])]
+        axis = 0 if boxes[index, 1] > 1 else 2 if boxes[index, 3] >= boxes[index, 5] else 4
+        half = int(boxes[index, axis + 1]) // 2
         if not half:
             break  # it has a single cell
-        given = tiles[index].copy()
-        given[axis] += tiles[index, axis + 1] - half
+        given = boxes[index].copy()
+        given[axis] += boxes[index, axis + 1] - half
         given[axis + 1] = half
         chunk = int(chunk_length(given[1], given[3], shape.inner, given[5], budget[newcomer]))
         if not chunk:
@@ -281,9 +281,9 @@ def with_newcomers(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray
         ends += end_of.get(newcomer, 0.0)  # it may already have work, as a helper
         if last == newcomer or ends >= end_of[last]:
             continue
-        tiles[index, axis + 1] -= half
-        tiles, device = np.concatenate([tiles, given[None]]), np.append(device, newcomer)
+        boxes[index, axis + 1] -= half
+        boxes, device = np.concatenate([boxes, given[None]]), np.append(device, newcomer)
         name = np.array([last])
         end_of[last] -= float(_busy_s(given[None], name, shape, profiles)[0]) / 2  # about: slabs are shared
         end_of[newcomer] = ends
-    return made_plan(tiles, device, shape, profiles)
+    return made_plan(boxes, device, shape, profiles)

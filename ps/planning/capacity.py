@@ -92,10 +92,10 @@ class CostModel:
         some = height > 0
         return height * some, by_width * some, by_time * some
 
-    def ends_s(self, tiles: Integers, owner: Integers) -> float:
+    def ends_s(self, boxes: Integers, owner: Integers) -> float:
         """When the last device ends, if both sums add up over all its rectangles."""
         used, index = np.unique(owner, return_inverse=True)
-        loads = self.take(owner).loads(tiles[:, 3], tiles[:, 5], tiles[:, 1])
+        loads = self.take(owner).loads(boxes[:, 3], boxes[:, 5], boxes[:, 1])
         busy_s = np.maximum(np.bincount(index, loads[0]), np.bincount(index, loads[1]))
         return float((self.fixed_s[used] + busy_s).max())
 

@@ -145,7 +145,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    tiles: Integers  # [k, 4]: row, rows, column, columns
+    boxes: Integers  # [k, 4]: row, rows, column, columns
     owner: Integers
     team: Integers
     turned: bool  # the columns of devices lie along the rows of the product
@@ -326,10 +326,10 @@ def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: b
     left = running - widths - made.breadth * made.team
     bottom = np.cumsum(heights)
     top = bottom - heights - np.concatenate([[0], np.cumsum(made.length)[:-1]])[made.member]
-    tiles = np.column_stack([top, heights, left[made.member], widths[made.member]])
+    boxes = np.column_stack([top, heights, left[made.member], widths[made.member]])
     kept = heights > 0
-    tiles = tiles[kept][:, [2, 3, 0, 1]] if turned else tiles[kept]
-    return float(ends_s[kept].max()), Covered(tiles, made.order[kept], made.team[made.member[kept]], turned)
+    boxes = boxes[kept][:, [2, 3, 0, 1]] if turned else boxes[kept]
+    return float(ends_s[kept].max()), Covered(boxes, made.order[kept], made.team[made.member[kept]], turned)
 
 
 def fitted_heights(made: Columns, widths: Integers, spans_s: Numbers) -> Integers:

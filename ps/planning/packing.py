@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ps.planning.capacity import PRECISION, Areas, CostModel, Integers, Numbers, PackingError, least_span
 from ps.planning.columns import pack_columns
 
-__all__ = ["PackingError", "Rates", "Tiling", "halved", "packed", "tile"]
+__all__ = ["PackingError", "Rates", "Tiling", "box", "halved", "packed"]
 
 ACCUMULATOR_BYTES = 4  # per cell of the output while it is added up
 MOST_PARTS = 16  # rectangles per device
@@ -62,14 +62,14 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    tiles: Integers  # [k, 6]: batch, batches, row, rows, column, columns
+    boxes: Integers  # [k, 6]: batch, batches, row, rows, column, columns
     owner: Integers  # [k]: index of the device
     bound_s: float  # no tiling ends before this
     makespan_s: float  # by the cost model
     turned: bool = False  # the devices of a column lie side by side along the columns, not one below the other
 
 
-def tile(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
+def box(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
     """Rectangles that cover every cell of the product exactly once, each small enough for its device."""
     cost_model = rates.cost_model()
     return packed((cost_model, cost_model), batch, rows, columns)
@@ -101,19 +101,19 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
             break
         pack = _pack_teams if by_teams else pack_batch
         try:
-            tiles, owner, turned = pack(split, batch, rows, columns, bound_s)
+            boxes, owner, turned = pack(split, batch, rows, columns, bound_s)
             owner = several[owner]
         except PackingError:
             # too little memory for that: pack as if there were enough, and halve what is too big
             if best:
                 break
-            tiles, owner, turned = pack(
+            boxes, owner, turned = pack(
                 (cost_models[0].boundless(), cost_models[1].boundless()), batch, rows, columns, bound_s
             )
             most_cells = cost_models[0].most_cells
-            tiles, owner = halved(tiles, owner, lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > most_cells[o])  # noqa: B023
-        seen = tiles[:, [0, 1, 4, 5, 2, 3]] if turned else tiles
-        made = Tiling(tiles, able[owner], bound_s, cost_models[turned].ends_s(seen, owner), turned)
+            boxes, owner = halved(boxes, owner, lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > most_cells[o])  # noqa: B023
+        seen = boxes[:, [0, 1, 4, 5, 2, 3]] if turned else boxes
+        made = Tiling(boxes, able[owner], bound_s, cost_models[turned].ends_s(seen, owner), turned)
         if best is None or made.makespan_s < best.makespan_s:
             best = made
     assert best is not None
@@ -125,25 +125,25 @@ def _pack_teams(
 ) -> tuple[Integers, Integers, bool]:
     """One team per matrix; a plain product has one matrix, and a team of all devices."""
     made = pack_columns(cost_models, batch, rows, columns, bound_s)
-    return np.column_stack([made.team, np.ones_like(made.team), made.tiles]), made.owner, made.turned
+    return np.column_stack([made.team, np.ones_like(made.team), made.boxes]), made.owner, made.turned
 
 
 def halved(
-    tiles: Integers, owner: Integers, too_large: Callable[[Integers, Integers], NDArray[np.bool_]]
+    boxes: Integers, owner: Integers, too_large: Callable[[Integers, Integers], NDArray[np.bool_]]
 ) -> tuple[Integers, Integers]:
     """Halve the rectangles that a device cannot hold until they fit: the batch while there is one, then the longer
     side."""
-    while (large := too_large(tiles, owner)).any():
-        first, second = tiles[large].copy(), tiles[large].copy()
+    while (large := too_large(boxes, owner)).any():
+        first, second = boxes[large].copy(), boxes[large].copy()
         axis = np.where(first[:, 1] > 1, 0, np.where(first[:, 3] >= first[:, 5], 2, 4))
         row = np.arange(len(first))
         half = first[row, axis + 1] // 2
         first[row, axis + 1] = half
         second[row, axis] += half
         second[row, axis + 1] -= half
-        tiles = np.concatenate([tiles[~large], first, second])
+        boxes = np.concatenate([boxes[~large], first, second])
         owner = np.concatenate([owner[~large], owner[large], owner[large]])
-    return tiles, owner
+    return boxes, owner
 
 
 # ---- batched products
@@ -188,7 +188,7 @@ def pack_batch(
     if best is None:
         raise PackingError("no time is long enough: no device can take even one row of a matrix")
     _, turned, whole, groups = best
-    return *_matrix_tiles(batch, rows, columns, turned, whole, groups), turned
+    return *_matrix_boxes(batch, rows, columns, turned, whole, groups), turned
 
 
 def _fill_batch(cost_model: CostModel, span_s: float, batch: int, length: int, breadth: int) -> BatchShares | None:
@@ -255,23 +255,23 @@ def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: 
     return groups
 
 
-def _matrix_tiles(
+def _matrix_boxes(
     batch: int, rows: int, columns: int, turned: bool, whole: Integers, groups: list[list[Piece]]
 ) -> tuple[Integers, Integers]:
-    tiles: list[tuple[int, int, int, int, int, int]] = []
+    boxes: list[tuple[int, int, int, int, int, int]] = []
     owner: list[int] = []
     matrix = 0
     for device in np.flatnonzero(whole).tolist():
         count = min(int(whole[device]), batch - len(groups) - matrix)
         if count > 0:
-            tiles.append((matrix, count, 0, rows, 0, columns))
+            boxes.append((matrix, count, 0, rows, 0, columns))
             owner.append(device)
             matrix += count
     for group in groups:
         at = 0
         for device, size in group:
-            tiles.append((matrix, 1, 0, rows, at, size) if turned else (matrix, 1, at, size, 0, columns))
+            boxes.append((matrix, 1, 0, rows, at, size) if turned else (matrix, 1, at, size, 0, columns))
             owner.append(device)
             at += size
         matrix += 1
-    return np.array(tiles, np.int64), np.array(owner, np.int64)
+    return np.array(boxes, np.int64), np.array(owner, np.int64)

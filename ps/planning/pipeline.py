@@ -198,13 +198,13 @@ def queue_seconds(
     )
 
 
-def cut_tiles(
-    tiles: Integers, device: Integers, strips: Integers, turned: bool, shape: Shape, profiles: NDArray[np.void]
+def cut_boxes(
+    boxes: Integers, device: Integers, strips: Integers, turned: bool, shape: Shape, profiles: NDArray[np.void]
 ) -> tuple[Integers, Integers]:
     """Blocks in the order of their devices. Each fits its device's memory, whole if dividing a batch is enough for
     that. Rectangles are cut into strips if these fit whole: streamed ones could share nothing."""
     budget = usable_bytes(profiles)
-    tiles = np.column_stack([tiles, strips])  # halves keep their number of strips
+    boxes = np.column_stack([boxes, strips])  # halves keep their number of strips
 
     def chunk(t: Integers, d: Integers) -> Integers:
         return chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[d])
@@ -214,18 +214,18 @@ def cut_tiles(
         large: NDArray[np.bool_] = (length == 0) | ((length < shape.inner) & (t[:, 1] > 1))
         return large
 
-    tiles, device = halved(tiles, device, too_large)
-    strips, tiles = tiles[:, 6], tiles[:, :6]
-    axis = np.where(tiles[:, 1] > 1, 0, 4 if turned else 2)
-    extent = tiles[np.arange(len(tiles)), axis + 1]
+    boxes, device = halved(boxes, device, too_large)
+    strips, boxes = boxes[:, 6], boxes[:, :6]
+    axis = np.where(boxes[:, 1] > 1, 0, 4 if turned else 2)
+    extent = boxes[np.arange(len(boxes)), axis + 1]
     count = np.minimum(strips, extent)
-    along = np.where(tiles[:, 1] > 1, tiles[:, 3] + tiles[:, 5], tiles[:, 5 if turned else 3])
-    steep = taper(*queue_seconds(profiles, device, shape, tiles[:, 1], tiles[:, 3], tiles[:, 5], along), count)
-    largest = tiles.copy()
+    along = np.where(boxes[:, 1] > 1, boxes[:, 3] + boxes[:, 5], boxes[:, 5 if turned else 3])
+    steep = taper(*queue_seconds(profiles, device, shape, boxes[:, 1], boxes[:, 3], boxes[:, 5], along), count)
+    largest = boxes.copy()
     share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
-    largest[np.arange(len(tiles)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
+    largest[np.arange(len(boxes)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
     count = np.where(chunk(largest, device) < shape.inner, 1, count)
-    index = np.repeat(np.arange(len(tiles)), count)
+    index = np.repeat(np.arange(len(boxes)), count)
     number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
     begin, end = (
         np.rint(extent[index] * strips_until(until, count[index], steep[index])).astype(np.int64)
@@ -233,60 +233,60 @@ def cut_tiles(
     )
     some = end > begin
     index, begin, end = index[some], begin[some], end[some]
-    tiles, device, axis, row = tiles[index], device[index], axis[index], np.arange(len(index))
-    tiles[row, axis] += begin
-    tiles[row, axis + 1] = end - begin
-    across, along = (tiles[:, 2], tiles[:, 4]) if turned else (tiles[:, 4], tiles[:, 2])
-    order = np.lexsort((along, across, tiles[:, 0], device))
-    return tiles[order], device[order]
+    boxes, device, axis, row = boxes[index], device[index], axis[index], np.arange(len(index))
+    boxes[row, axis] += begin
+    boxes[row, axis + 1] = end - begin
+    across, along = (boxes[:, 2], boxes[:, 4]) if turned else (boxes[:, 4], boxes[:, 2])
+    order = np.lexsort((along, across, boxes[:, 0], device))
+    return boxes[order], device[order]
 
 
-def chunks_of(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Integers:
+def chunks_of(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Integers:
     """In how many chunks the operands of each block come; 1: whole."""
-    length = chunk_length(tiles[:, 1], tiles[:, 3], shape.inner, tiles[:, 5], usable_bytes(profiles)[device])
+    length = chunk_length(boxes[:, 1], boxes[:, 3], shape.inner, boxes[:, 5], usable_bytes(profiles)[device])
     chunks: Integers = -(-shape.inner // np.maximum(length, 1))
     return chunks
 
 
-def made_plan(tiles: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
+def made_plan(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
     """The plan of these blocks: the slabs that each brings, and when the last device ends."""
-    chunks = chunks_of(tiles, device, shape, profiles)
-    return ended_plan(tiles, device, fresh_slabs(tiles, device, chunks), chunks, shape, profiles)
+    chunks = chunks_of(boxes, device, shape, profiles)
+    return ended_plan(boxes, device, fresh_slabs(boxes, device, chunks), chunks, shape, profiles)
 
 
-def fresh_slabs(tiles: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
+def fresh_slabs(boxes: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
     """Which slabs each block brings to its device, in the order of the blocks."""
-    return np.column_stack([_first(tiles, device, chunks, 2), _first(tiles, device, chunks, 4)])
+    return np.column_stack([_first(boxes, device, chunks, 2), _first(boxes, device, chunks, 4)])
 
 
 def ended_plan(
-    tiles: Integers,
+    boxes: Integers,
     device: Integers,
     fresh: NDArray[np.bool_],
     chunks: Integers,
     shape: Shape,
     profiles: NDArray[np.void],
 ) -> Plan:
-    used, ends_s = device_ends(tiles, device, fresh, shape, profiles, chunks)
+    used, ends_s = device_ends(boxes, device, fresh, shape, profiles, chunks)
     end_of = np.zeros(len(profiles))
     end_of[used] = ends_s
-    return Plan(tiles, device, fresh, float(ends_s.max()), chunks, end_of[device])
+    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, end_of[device])
 
 
-def _first(tiles: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
+def _first(boxes: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
     """Whether it is the first block of its device with this range, among those that come whole."""
-    batch, size = int(tiles[:, :2].max()) + 1, int(tiles[:, axis : axis + 2].max()) + 1
-    matrix = (device * batch + tiles[:, 0]) * batch + tiles[:, 1]
-    span = tiles[:, axis] * size + tiles[:, axis + 1]
+    batch, size = int(boxes[:, :2].max()) + 1, int(boxes[:, axis : axis + 2].max()) + 1
+    matrix = (device * batch + boxes[:, 0]) * batch + boxes[:, 1]
+    span = boxes[:, axis] * size + boxes[:, axis + 1]
     whole = np.flatnonzero(chunks == 1)
     order = whole[np.lexsort((span[whole], matrix[whole]))]  # stable: the first of equal ones stays first
-    first = np.ones(len(tiles), np.bool_)
+    first = np.ones(len(boxes), np.bool_)
     first[order[1:]] = (np.diff(matrix[order]) != 0) | (np.diff(span[order]) != 0)
     return first
 
 
 def device_ends(
-    tiles: Integers,
+    boxes: Integers,
     device: Integers,
     fresh: NDArray[np.bool_],
     shape: Shape,
@@ -295,13 +295,13 @@ def device_ends(
 ) -> tuple[Integers, Numbers]:
     """Devices that have work, and when each ends: its blocks pass the three queues one after another."""
     order = np.argsort(device, kind="stable")
-    tiles, chunks, fresh, mine = tiles[order], chunks[order], fresh[order], device[order]
+    boxes, chunks, fresh, mine = boxes[order], chunks[order], fresh[order], device[order]
     starts = np.flatnonzero(np.diff(mine, prepend=-1))
     count = np.diff(starts, append=len(mine))
     longest = np.argsort(-count, kind="stable")  # longest first, so that the devices that still have a block come first
     starts, count = starts[longest], count[longest]
-    sides = tiles[:, 3] * fresh[:, 0] + tiles[:, 5] * fresh[:, 1]
-    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape, tiles[:, 1], tiles[:, 3], tiles[:, 5], sides)
+    sides = boxes[:, 3] * fresh[:, 0] + boxes[:, 5] * fresh[:, 1]
+    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape, boxes[:, 1], boxes[:, 3], boxes[:, 5], sides)
     compute_s = compute_s + chunks * profiles["overhead_s"][mine]
     # the first chunk can be computed when it arrives, the last one not before the download ends
     after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
@@ -317,17 +317,17 @@ def device_ends(
     return used, 2 * profiles["latency_s"][used] + uploaded
 
 
-def rectangles(tiles: Integers, device: Integers) -> list[Integers]:
+def rectangles(boxes: Integers, device: Integers) -> list[Integers]:
     """Strips joined again: a device's next block that adjoins the last one in just one direction."""
     found: list[Integers] = []
     owner = -1
-    for tile, name in zip(tiles, device.tolist(), strict=True):
+    for box, name in zip(boxes, device.tolist(), strict=True):
         if found and owner == name:
             last = found[-1]
-            differs = [axis for axis in (0, 2, 4) if last[axis] != tile[axis] or last[axis + 1] != tile[axis + 1]]
-            if len(differs) == 1 and last[differs[0]] + last[differs[0] + 1] == tile[differs[0]]:
-                last[differs[0] + 1] += tile[differs[0] + 1]
+            differs = [axis for axis in (0, 2, 4) if last[axis] != box[axis] or last[axis + 1] != box[axis + 1]]
+            if len(differs) == 1 and last[differs[0]] + last[differs[0] + 1] == box[differs[0]]:
+                last[differs[0] + 1] += box[differs[0] + 1]
                 continue
-        found.append(tile.copy())
+        found.append(box.copy())
         owner = name
     return found

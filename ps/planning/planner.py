@@ -1,4 +1,4 @@
-"""Products + fleet -> plans: rectangles that tile each output exactly, each with its device.
+"""Products + fleet -> plans: rectangles that box each output exactly, each with its device.
 
 Products that are ready at the same moment share the fleet. Each gets a team, and all end together. That is better than
 one after another, because a larger rectangle has more cells per downloaded value. Deferred products get a team that

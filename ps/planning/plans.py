@@ -54,7 +54,7 @@ class Plan:
     """`fresh` is False where an earlier block of this plan, on the same device, brought exactly this range and the
     device still has it. A block that is streamed in chunks brings all it needs, and leaves nothing behind."""
 
-    tiles: Integers  # [k, 6]: batch, batches, row, rows, column, columns; blocks of one rectangle follow each other
+    boxes: Integers  # [k, 6]: batch, batches, row, rows, column, columns; blocks of one rectangle follow each other
     device: Integers  # [k] device ids
     fresh: NDArray[np.bool_]  # [k, 2]: whether the block brings its rows (left slab), its columns (right slab)
     makespan_s: float  # modelled for the first time, when nothing is kept and the fleet is idle

@@ -38,7 +38,7 @@ def recut(
     """Blocks that cover the rectangles `lost`; the index of each block's device; and that of its rectangle, in order.
     `sent_s`, `all_s`: [3, devices], how long their queues are busy with what they were sent, and with all that they
     have; `ends_s`: when the product ends without the lost rectangles; `most`: devices per rectangle."""
-    needed = np.array([float(tile[1] * tile[3] * tile[5]) for tile in lost])
+    needed = np.array([float(box[1] * box[3] * box[5]) for box in lost])
     total, rows, columns = float(needed.sum()), max(int(t[3]) for t in lost), max(int(t[5]) for t in lost)
     few = most * len(lost)
     chosen = _soonest(profiles, inner, all_s, total / few, MANY * few)
@@ -51,15 +51,15 @@ def recut(
         chosen = chosen[ranking[:few]]  # fewer devices need longer, so each can do more
     share, chosen = share[ranking], chosen[ranking]
     teams = _teams(needed, share)
-    tiles, owner, counts = [], [], []
-    for tile, team in zip(lost, teams, strict=True):
+    boxes, owner, counts = [], [], []
+    for box, team in zip(lost, teams, strict=True):
         mine = chosen[team]
-        shape = Shape(int(tile[1]), int(tile[3]), inner, int(tile[5]))
+        shape = Shape(int(box[1]), int(box[3]), inner, int(box[5]))
         part, place = divided(shape, profiles[mine], np.maximum(share[team], 1.0))
-        tiles.append(part + np.array([tile[0], 0, tile[2], 0, tile[4], 0]))
+        boxes.append(part + np.array([box[0], 0, box[2], 0, box[4], 0]))
         owner.append(mine[place])
         counts.append(len(part))
-    return np.concatenate(tiles), np.concatenate(owner), np.repeat(np.arange(len(lost)), counts)
+    return np.concatenate(boxes), np.concatenate(owner), np.repeat(np.arange(len(lost)), counts)
 
 
 def _shares(

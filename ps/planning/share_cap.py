@@ -49,7 +49,7 @@ class Cap:
     def excess(self, requests: Sequence[Request], plans: Sequence[Plan], able: int) -> tuple[Integers, Numbers]:
         """Devices that have more of these products together than they may, and the part of each."""
         share, shapes = max(self.share, 1.0 / able), [request.shape for request in requests]
-        cells = [plan.tiles[:, 1] * plan.tiles[:, 3] * plan.tiles[:, 5] for plan in plans]
+        cells = [plan.boxes[:, 1] * plan.boxes[:, 3] * plan.boxes[:, 5] for plan in plans]
         work = [shape.inner * of_plan for shape, of_plan in zip(shapes, cells, strict=True)]
         devices, index = np.unique(np.concatenate([plan.device for plan in plans]), return_inverse=True)
         mine, total = np.bincount(index, np.concatenate(work)), sum(shape.inner * shape.cells for shape in shapes)
@@ -134,7 +134,7 @@ def _capped(
 def _with_times(plan: Plan, request: Request, profiles: NDArray[np.void]) -> Plan:
     """The same blocks, with end times for the devices as they are."""
     assert plan.chunks is not None, "plans of the planner know their chunks"
-    made = ended_plan(plan.tiles, plan.device, plan.fresh, plan.chunks, request.shape, profiles)
+    made = ended_plan(plan.boxes, plan.device, plan.fresh, plan.chunks, request.shape, profiles)
     return replace(made, firm=plan.firm)
 
 

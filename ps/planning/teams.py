@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ps.planning.capacity import Areas, CostModel, least_span
 from ps.planning.cost import Integers, Numbers
 from ps.planning.packing import packed
-from ps.planning.pipeline import Cuts, cut_tiles, cuts_within, made_plan, running_cost_models
+from ps.planning.pipeline import Cuts, cut_boxes, cuts_within, made_plan, running_cost_models
 from ps.planning.plans import Plan, Request
 from ps.planning.weighted_grid import able_devices
 
@@ -73,7 +73,7 @@ class Relaxation:
         tiling = packed(cost_models, shape.batch, shape.rows, shape.columns)
         strips = self.cuts.strips[chosen[tiling.owner]]
         device = able[self.index[chosen[tiling.owner]]]
-        return made_plan(*cut_tiles(tiling.tiles, device, strips, tiling.turned, shape, profiles), shape, profiles)
+        return made_plan(*cut_boxes(tiling.boxes, device, strips, tiling.turned, shape, profiles), shape, profiles)
 
 
 def deal(relaxations: list[Relaxation], harder: Numbers, count: int) -> list[Integers]:

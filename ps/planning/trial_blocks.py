@@ -24,7 +24,7 @@ def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devi
     """The plan with one small block for each of these devices, as far as possible. `profiles`: by id, those of
     `devices` as they are believed. A trial block is cut from the last block of a device, and no block brings a slab
     that it would not bring otherwise."""
-    tiles, owner = plan.tiles.copy(), plan.device.copy()
+    boxes, owner = plan.boxes.copy(), plan.device.copy()
     # A latency is also a claim, and a block may be out for that long. A device whose latency exceeds the time of the
     # product could not contribute anyway.
     near = [d for d in devices if 2 * profiles["latency_s"][d] <= PATIENCE * plan.makespan_s]
@@ -32,49 +32,49 @@ def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devi
     trials: list[Integers] = []
     given: list[int] = []
     last = {device: position for position, device in enumerate(owner.tolist())}
-    sides = tiles[:, 3] + tiles[:, 5]
+    sides = boxes[:, 3] + boxes[:, 5]
     places = iter(sorted(last.values(), key=lambda position: int(sides[position])))  # small slabs first
     for device in able[:TRIAL_BLOCKS_PER_PLAN]:
         for position in places:
-            axis = _axis(tiles[position], plan.fresh[position])
-            size = _size(tiles[position], axis, shape, profiles[device : device + 1], BRIEF * plan.makespan_s)
+            axis = _axis(boxes[position], plan.fresh[position])
+            size = _size(boxes[position], axis, shape, profiles[device : device + 1], BRIEF * plan.makespan_s)
             if size:
-                trial = tiles[position].copy()
-                tiles[position, axis + 1] -= size
-                trial[axis] += tiles[position, axis + 1]
+                trial = boxes[position].copy()
+                boxes[position, axis + 1] -= size
+                trial[axis] += boxes[position, axis + 1]
                 trial[axis + 1] = size
                 trials.append(trial)
                 given.append(device)
                 break
     if not trials:
         return plan
-    tiles, owner = np.concatenate([tiles, np.stack(trials)]), np.concatenate([owner, np.array(given, np.int64)])
-    chunks = chunks_of(tiles, owner, shape, profiles)
-    return Plan(tiles, owner, fresh_slabs(tiles, owner, chunks), plan.makespan_s, chunks)
+    boxes, owner = np.concatenate([boxes, np.stack(trials)]), np.concatenate([owner, np.array(given, np.int64)])
+    chunks = chunks_of(boxes, owner, shape, profiles)
+    return Plan(boxes, owner, fresh_slabs(boxes, owner, chunks), plan.makespan_s, chunks)
 
 
-def _axis(tile: Integers, fresh: NDArray[np.bool_]) -> int:
+def _axis(box: Integers, fresh: NDArray[np.bool_]) -> int:
     """The axis along which it is cut, 2: rows, 4: columns; 0 if both of its slabs came with other blocks. A slab that
     it shares with others stays as it is."""
     if fresh.all():
-        return 2 if tile[3] >= tile[5] else 4
+        return 2 if box[3] >= box[5] else 4
     return 2 if fresh[0] else 4 if fresh[1] else 0
 
 
-def _size(tile: Integers, axis: int, shape: Shape, profile: NDArray[np.void], within_s: float) -> int:
+def _size(box: Integers, axis: int, shape: Shape, profile: NDArray[np.void], within_s: float) -> int:
     """How many rows or columns of a block a device does within this time, at most a quarter of them. If even one takes
     longer: one, if that is done before others would compute it too; else 0."""
-    length = int(tile[axis + 1]) if axis else 0
+    length = int(box[axis + 1]) if axis else 0
     if length < 2:
         return 0
     sizes = np.arange(1, max(1, length // 4) + 1)
-    rows, columns = (sizes, int(tile[5])) if axis == 2 else (int(tile[3]), sizes)
-    held = chunk_length(int(tile[1]), rows, shape.inner, columns, usable_bytes(profile)) > 0
+    rows, columns = (sizes, int(box[5])) if axis == 2 else (int(box[3]), sizes)
+    held = chunk_length(int(box[1]), rows, shape.inner, columns, usable_bytes(profile)) > 0
     sizes = sizes[: int(np.count_nonzero(held))]  # everything smaller than the largest that fits also fits
     if not len(sizes):
         return 0
     rows, columns = (sizes, columns) if axis == 2 else (rows, sizes)
-    seconds = block_seconds(profile, int(tile[1]), rows, shape.inner, columns) - 2 * profile["latency_s"]
+    seconds = block_seconds(profile, int(box[1]), rows, shape.inner, columns) - 2 * profile["latency_s"]
     fit = int(np.searchsorted(seconds, within_s, side="right"))
     if fit:
         return int(sizes[fit - 1])

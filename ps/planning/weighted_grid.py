@@ -56,36 +56,36 @@ def able_devices(shape: Shape, profiles: NDArray[np.void]) -> Integers:
 
 def grid_plan(shape: Shape, profiles: NDArray[np.void], backlog_s: Numbers, count: int | None = None) -> Plan:
     """`backlog_s`: modelled seconds of work each device already has. `count`: the most devices to use."""
-    tiles, device = grid_tiles(shape, profiles, backlog_s, count)
-    made = made_plan(tiles, device, shape, profiles)
+    boxes, device = grid_boxes(shape, profiles, backlog_s, count)
+    made = made_plan(boxes, device, shape, profiles)
     if not backlog_s.any():
         return made
-    used, ends_s = device_ends(tiles, device, made.fresh, shape, profiles, chunks_of(tiles, device, shape, profiles))
-    return Plan(tiles, device, made.fresh, float((ends_s + backlog_s[used]).max()))
+    used, ends_s = device_ends(boxes, device, made.fresh, shape, profiles, chunks_of(boxes, device, shape, profiles))
+    return Plan(boxes, device, made.fresh, float((ends_s + backlog_s[used]).max()))
 
 
-def grid_tiles(
+def grid_boxes(
     shape: Shape, profiles: NDArray[np.void], backlog_s: Numbers, count: int | None = None
 ) -> tuple[Integers, Integers]:
     """The blocks of such a plan, and their devices."""
     able = able_devices(shape, profiles)
     chosen, cells = _shares(shape, profiles[able], backlog_s[able], count)
     chosen = able[chosen]
-    tiles, owner = divided(shape, profiles[chosen], cells)
-    return tiles, chosen[owner]
+    boxes, owner = divided(shape, profiles[chosen], cells)
+    return boxes, chosen[owner]
 
 
 def divided(shape: Shape, profiles: NDArray[np.void], cells: Numbers) -> tuple[Integers, Integers]:
     """Blocks of about `cells` cells for each of these devices, largest first; and the index of each block's device."""
     if shape.batch == 1:
-        tiles, owner = _grid(shape.rows, shape.columns, cells)
-        tiles = np.column_stack([np.zeros(len(tiles), np.int64), np.ones(len(tiles), np.int64), tiles])
+        boxes, owner = _grid(shape.rows, shape.columns, cells)
+        boxes = np.column_stack([np.zeros(len(boxes), np.int64), np.ones(len(boxes), np.int64), boxes])
     elif len(profiles) <= shape.batch:
-        tiles, owner = _batch_ranges(shape, cells)
+        boxes, owner = _batch_ranges(shape, cells)
     else:
-        tiles, owner = _grid_each(shape, cells)
+        boxes, owner = _grid_each(shape, cells)
     budget = usable_bytes(profiles)
-    return halved(tiles, owner, lambda t, o: chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[o]) == 0)
+    return halved(boxes, owner, lambda t, o: chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[o]) == 0)
 
 
 def _shares(
@@ -142,14 +142,14 @@ def _grid(rows: int, columns: int, cells: Numbers) -> tuple[Integers, Integers]:
     members, starts = np.unique(column_of, return_index=True)
     ends = np.append(starts[1:], len(cells))
     widths = _cuts(np.add.reduceat(cells, starts), columns)
-    tiles, owners = [], []
+    boxes, owners = [], []
     for index in range(len(members)):
         heights = _cuts(cells[starts[index] : ends[index]], rows)
         left, width = widths[index], widths[index + 1] - widths[index]
         height = np.diff(heights)
-        tiles.append(np.column_stack([heights[:-1], height, np.full(len(height), left), np.full(len(height), width)]))
+        boxes.append(np.column_stack([heights[:-1], height, np.full(len(height), left), np.full(len(height), width)]))
         owners.append(np.arange(starts[index], ends[index]))
-    table, owner = np.concatenate(tiles), np.concatenate(owners)
+    table, owner = np.concatenate(boxes), np.concatenate(owners)
     kept = (table[:, 1] > 0) & (table[:, 3] > 0)
     return table[kept], owner[kept]
 
@@ -170,5 +170,5 @@ def _grid_each(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
     dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, matrix]
     grid, place = _grid(shape.rows, shape.columns, cells[dealt].mean(axis=1))
     matrix = np.repeat(np.arange(shape.batch), len(grid))
-    tiles = np.column_stack([matrix, np.ones(len(matrix), np.int64), np.tile(grid, (shape.batch, 1))])
-    return tiles, dealt[np.tile(place, shape.batch), matrix]
+    boxes = np.column_stack([matrix, np.ones(len(matrix), np.int64), np.tile(grid, (shape.batch, 1))])
+    return boxes, dealt[np.tile(place, shape.batch), matrix]

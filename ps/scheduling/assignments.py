@@ -80,8 +80,8 @@ class Assignments:
             job.open -= len(blocks)
             patience_s = max(alone_s(job.passage[block]) for block in blocks)
             # blocks of one device become one rectangle again: a larger one has less perimeter to download
-            lost_tiles = rectangles(job.tiles[blocks], np.array([job.device[block] for block in blocks]))
-            self.place(job_id, lost_tiles, turn, avoid, repaired, patience_s)
+            lost_boxes = rectangles(job.boxes[blocks], np.array([job.device[block] for block in blocks]))
+            self.place(job_id, lost_boxes, turn, avoid, repaired, patience_s)
             for earlier in (job.loss[block] for block in blocks):
                 if earlier in self._state.losses:
                     self._state.losses[earlier] -= 1
@@ -89,7 +89,7 @@ class Assignments:
     def place(
         self,
         job_id: int,
-        tiles: list[Integers],
+        boxes: list[Integers],
         turn: Turn,
         avoid: int = -1,
         loss: int = 0,
@@ -97,21 +97,21 @@ class Assignments:
     ) -> None:
         """Cut rectangles again, over devices that can do them soon."""
         job = self._state.jobs[job_id]
-        made = self.recut(job, tiles, RECUT_OVER, [avoid]) or self.recut(job, tiles, RECUT_OVER, [])
+        made = self.recut(job, boxes, RECUT_OVER, [avoid]) or self.recut(job, boxes, RECUT_OVER, [])
         if made is not None:
             pieces, owners, fresh, _ = made
             self.add(job_id, pieces, owners, fresh, turn, loss, [patience_s] * len(owners), first=True)
             return
         if self._standing.trust_more():
-            self.place(job_id, tiles, turn, avoid, loss, patience_s)
+            self.place(job_id, boxes, turn, avoid, loss, patience_s)
             return
-        self._state.orphans += [Orphan(job_id, tile[None], loss) for tile in tiles]
+        self._state.orphans += [Orphan(job_id, box[None], loss) for box in boxes]
         if loss:
-            self._state.losses[loss] = self._state.losses.get(loss, 0) + len(tiles)
+            self._state.losses[loss] = self._state.losses.get(loss, 0) + len(boxes)
         turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._standing.able) else NOBODY))
 
     def recut(
-        self, job: Job, tiles: list[Integers], most: int, avoid: list[int]
+        self, job: Job, boxes: list[Integers], most: int, avoid: list[int]
     ) -> tuple[Integers, Integers, NDArray[np.bool_], Integers] | None:
         """Blocks, devices and fresh slabs of these rectangles cut again, and which rectangle each block is from; None
         if no device has the memory."""
@@ -131,14 +131,14 @@ class Assignments:
         at_it = {device for device, state in zip(job.device, job.state, strict=True) if state in (PENDING, IN_FLIGHT)}
         ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
         profiles = self._beliefs.profiles[candidates]
-        made, owner, of = recut(tiles, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
+        made, owner, of = recut(boxes, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
         chunks = chunks_of(made, owner, job.shape, profiles)
         return made, candidates[owner], fresh_slabs(made, owner, chunks), of
 
     def add(
         self,
         job_id: int,
-        tiles: Integers,
+        boxes: Integers,
         devices: Integers,
         fresh: NDArray[np.bool_],
         turn: Turn,
@@ -150,18 +150,18 @@ class Assignments:
         on the expected time when deadlines are set. Without it, small pieces of a late block would be overdue at the
         first hitch, and so would their own pieces. `first`: they go ahead of queued blocks that are as critical."""
         job, begin = self._state.jobs[job_id], len(self._state.jobs[job_id].state)
-        job.tiles = np.concatenate([job.tiles, tiles]) if begin else tiles
+        job.boxes = np.concatenate([job.boxes, boxes]) if begin else boxes
         profiles, inner = self._beliefs.profiles[devices], job.shape.inner
-        batches, rows, columns = tiles[:, 1], tiles[:, 3], tiles[:, 5]
+        batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
         chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
         if not chunk.all():
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
-        new, kept = self.slabs.account(job, tiles, devices, fresh, chunk == inner, self._state.devices)
+        new, kept = self.slabs.account(job, boxes, devices, fresh, chunk == inner, self._state.devices)
         down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
         chunks = -(-inner // chunk)
         queues_s = block_queues(profiles, batches, rows, inner, columns, down_bytes, chunks)
         owners = devices.tolist()
-        job.state += [PENDING] * len(tiles)
+        job.state += [PENDING] * len(boxes)
         job.device += owners
         down_s, compute_s, up_s = (seconds.tolist() for seconds in queues_s)
         job.passage += zip(down_s, compute_s, up_s, chunks.tolist(), strict=True)
@@ -169,14 +169,14 @@ class Assignments:
         job.down_bytes += down_bytes.tolist()
         job.chunk += chunk.tolist()
         job.kept += kept.tolist()
-        job.loss += [loss] * len(tiles)
-        job.first += [first] * len(tiles)
-        job.patience_s += patience_s or [0.0] * len(tiles)
-        job.sent_s += [0.0] * len(tiles)
-        job.expected_s += [0.0] * len(tiles)
+        job.loss += [loss] * len(boxes)
+        job.first += [first] * len(boxes)
+        job.patience_s += patience_s or [0.0] * len(boxes)
+        job.sent_s += [0.0] * len(boxes)
+        job.expected_s += [0.0] * len(boxes)
         if loss:
-            self._state.losses[loss] = self._state.losses.get(loss, 0) + len(tiles)
-        job.open += len(tiles)
+            self._state.losses[loss] = self._state.losses.get(loss, 0) + len(boxes)
+        job.open += len(boxes)
         self._send_or_queue(job_id, range(begin, len(job.state)), first, turn)
 
     def _send_or_queue(self, job_id: int, blocks: range, first: bool, turn: Turn) -> None:
@@ -281,7 +281,7 @@ class Assignments:
         job = self._state.jobs[job_id]
         if job.kept[block] or job.firm:
             return False  # its owner has, or will have, the slab; or no other device may do it
-        _, batches, _, rows, _, columns = job.tiles[block].tolist()
+        _, batches, _, rows, _, columns = job.boxes[block].tolist()
         profile, inner = self._beliefs.profiles[thief : thief + 1], job.shape.inner
         chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])
         if not chunk:

@@ -181,7 +181,7 @@ class Dispatcher:
                 d: PATIENCE * plan.makespan_s + self._state.devices[d].round_trip_s for d in self._standing.unproven
             }
             patience_s = [patient_s.get(device, 0.0) for device in plan.device.tolist()]
-        self._assignments.add(job, plan.tiles, plan.device, plan.fresh, turn, patience_s=patience_s)
+        self._assignments.add(job, plan.boxes, plan.device, plan.fresh, turn, patience_s=patience_s)
         if self._standing.suspects and not plan.firm:  # a plan that was given may name them
             named = [device for device in np.unique(plan.device).tolist() if device in self._standing.suspects]
             self._stragglers.move_queued(named, turn)

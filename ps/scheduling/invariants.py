@@ -72,7 +72,7 @@ def _check_job(of: Dispatcher, job_id: int, job: Job, where: dict[Key, list[str]
     cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
     orphans = [orphan.box[0] for orphan in of._state.orphans if orphan.job == job_id]
     counts = [of._stragglers.copies.block_of((job_id, b)) is None for b in range(len(job.state))]
-    live = [job.tiles[b] for b in range(len(job.state)) if job.state[b] != CUT and counts[b]]
+    live = [job.boxes[b] for b in range(len(job.state)) if job.state[b] != CUT and counts[b]]
     for b, bs, r, rs, c, cs in (*live, *orphans):
         cover[b : b + bs, r : r + rs, c : c + cs] += 1
     if (cover != 1).any():

@@ -57,7 +57,7 @@ class KeptSlabs:
     def account(
         self,
         job: Job,
-        tiles: Integers,
+        boxes: Integers,
         devices: Integers,
         fresh: NDArray[np.bool_],
         whole: NDArray[np.bool_],
@@ -67,7 +67,7 @@ class KeptSlabs:
         device keeps the first slabs of an operand that it gets (blocks of one rectangle), while half its memory has
         room."""
         new = fresh | ~whole[:, None]  # a streamed block downloads both, chunk by chunk, and leaves nothing
-        kept = np.zeros(len(tiles), np.int64)
+        kept = np.zeros(len(boxes), np.int64)
         for side, operand in enumerate(job.operands):
             if operand is None or job.shape.batch > 1:
                 continue
@@ -75,8 +75,8 @@ class KeptSlabs:
             if slabs is None:
                 nothing = np.zeros((len(records), RANGES), np.int64)
                 slabs = self.of[operand] = Slabs(nothing, nothing.copy(), BYTES * job.shape.inner)
-            low = tiles[:, 2 + 2 * side]
-            high = low + tiles[:, 3 + 2 * side]
+            low = boxes[:, 2 + 2 * side]
+            high = low + boxes[:, 3 + 2 * side]
             held = slabs.hold(devices, low, high)
             candidates = np.flatnonzero(whole & fresh[:, side] & ~slabs.high[devices].any(axis=1))
             for block in candidates.tolist():

@@ -25,7 +25,7 @@ class Job:
     request: Request
     critical: bool
     operands: tuple[int | None, int | None] = (None, None)  # left and right, where slabs of it may be kept
-    tiles: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    boxes: Integers = field(default_factory=lambda: np.empty((0, 6), np.int64))
     state: list[int] = field(default_factory=list)
     device: list[int] = field(default_factory=list)
     passage: list[Passage] = field(default_factory=list)  # seconds in each queue of its device
@@ -48,7 +48,7 @@ class Job:
     @property
     def work(self) -> Work:
         done = np.flatnonzero(np.array(self.state) == DONE)
-        return Work(self.tiles, done, np.array(self.device, np.int64)[done])
+        return Work(self.boxes, done, np.array(self.device, np.int64)[done])
 
 
 NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
@@ -189,7 +189,7 @@ class Turn:
         send.devices.extend(devices)
         send.jobs.extend([job_id] * len(blocks))
         send.blocks.extend(blocks)
-        send.boxes.extend(job.tiles[blocks].tolist())
+        send.boxes.extend(job.boxes[blocks].tolist())
         send.inner.extend([job.shape.inner] * len(blocks))
         send.chunk.extend([job.chunk[block] for block in blocks])
         send.down_bytes.extend([job.down_bytes[block] for block in blocks])

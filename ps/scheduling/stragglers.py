@@ -209,7 +209,7 @@ class Stragglers:
             if (earlier := self.copies.block_of((job_id, block))) is not None:
                 self._pieces_win(job_id, earlier, turn)  # a piece of its copy is overdue as well: drop the original
         devices = [job.device[block] for block in late]
-        made = self._assignments.recut(job, [job.tiles[block] for block in late], COPIED_OVER, avoid=devices)
+        made = self._assignments.recut(job, [job.boxes[block] for block in late], COPIED_OVER, avoid=devices)
         if made is None and len(set(devices)) > 1:  # all are late: copy to each other
             for block in late:
                 self._copy(job_id, [block], turn)
@@ -224,10 +224,10 @@ class Stragglers:
             self._say_alone(job, late, turn)
             self._deadlines.sent([(job_id, block) for block in late], devices, self._state.now_s, expected_s)
             return
-        tiles, owners, fresh, of = made
+        boxes, owners, fresh, of = made
         first = len(job.state)
         patience_s = [expected_s[index] for index in of]
-        self._assignments.add(job_id, tiles, owners, fresh, turn, patience_s=patience_s, first=True)
+        self._assignments.add(job_id, boxes, owners, fresh, turn, patience_s=patience_s, first=True)
         job.open -= len(of)  # the originals count instead
         begins = first + np.searchsorted(of, np.arange(len(late) + 1))
         for block, begin, end in zip(late, begins[:-1].tolist(), begins[1:].tolist(), strict=True):

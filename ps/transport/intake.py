@@ -85,7 +85,7 @@ class Intake:
         self._jobs.update((job, Live(product)) for job, product in numbered.items())
         self._tell(planned)
         if self._checking is not None:
-            self._checking.prepare((new.job, new.plan.tiles) for new in planned.jobs if new.plan is not None)
+            self._checking.prepare((new.job, new.plan.boxes) for new in planned.jobs if new.plan is not None)
         ahead = self._dispatcher.inquire_ahead(self._now_s())
         if ahead is not None and ahead.takes_long:
             self._planning.ask(ahead, lambda _: self._begin_waiting())

@@ -85,7 +85,7 @@ class Parcel:
 def parcels(
     job: int,
     operands: tuple[Operand, Operand],
-    tiles: Integers,
+    boxes: Integers,
     blocks: Integers,
     devices: Integers,
     down_bytes: Integers,
@@ -99,17 +99,17 @@ def parcels(
     `apart`: one message per block, so that a device computes the first while the next is on its way; a message counts
     as arrived only when all of it has."""
     if apart:
-        for at, tile in enumerate(tiles.tolist()):
-            yield _alone(job, operands, tile, int(blocks[at]), int(devices[at]), int(down_bytes[at]), held, piece_ids)
+        for at, box in enumerate(boxes.tolist()):
+            yield _alone(job, operands, box, int(blocks[at]), int(devices[at]), int(down_bytes[at]), held, piece_ids)
         return
     inner = operands[0].array.shape[2]
-    group = np.zeros(len(tiles), np.int64)
+    group = np.zeros(len(boxes), np.int64)
     if operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
-        group = np.cumsum(4 * inner * tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])) // MESSAGE_BYTES
-    todo = np.split(np.arange(len(tiles)), np.flatnonzero(np.diff(group)) + 1)[::-1]
+        group = np.cumsum(4 * inner * boxes[:, 1] * (boxes[:, 3] + boxes[:, 5])) // MESSAGE_BYTES
+    todo = np.split(np.arange(len(boxes)), np.flatnonzero(np.diff(group)) + 1)[::-1]
     while todo:
         part = todo.pop()
-        batch, batches, row, rows, column, columns = tiles[part].T
+        batch, batches, row, rows, column, columns = boxes[part].T
         wanted = (
             np.column_stack([batch, batch + batches, row, row + rows]),
             np.column_stack([batch, batch + batches, column, column + columns]),
@@ -146,7 +146,7 @@ def parcels(
 def _alone(
     job: int,
     operands: tuple[Operand, Operand],
-    tile: list[int],
+    box: list[int],
     block: int,
     device: int,
     down_bytes: int,
@@ -154,7 +154,7 @@ def _alone(
     piece_ids: Iterator[int],
 ) -> Parcel:
     """One block. Avoids arrays of one element, which would be most of the work with thousands of connections."""
-    batch, batches, row, rows, column, columns = tile
+    batch, batches, row, rows, column, columns = box
     pieces: list[tuple[int, int, int, int, int]] = []
     data: list[Array] = []
     found: list[tuple[int, Range]] = []

@@ -73,9 +73,9 @@ class Records:
         self.losses[loss].done_ns = at_ns
 
     def finished(
-        self, job: int, name: str, step: int, shape: Shape, tiles: Integers, sent_ns: NDArray[np.uint64]
+        self, job: int, name: str, step: int, shape: Shape, boxes: Integers, sent_ns: NDArray[np.uint64]
     ) -> None:
-        self._jobs[job] = (name, step, shape.inner, tiles, sent_ns)
+        self._jobs[job] = (name, step, shape.inner, boxes, sent_ns)
 
     @property
     def products(self) -> int:
@@ -95,7 +95,7 @@ class Records:
         jobs, position = np.unique(answers["job"], return_inverse=True)
         offset = np.cumsum([0] + [len(self._jobs[j][3]) for j in jobs.tolist()])
         row = offset[position] + answers["block"]
-        tiles = np.concatenate([self._jobs[j][3] for j in jobs.tolist()])[row]
+        boxes = np.concatenate([self._jobs[j][3] for j in jobs.tolist()])[row]
         sent_ns = np.concatenate([self._jobs[j][4] for j in jobs.tolist()])[row]
         start_ns = sent_ns.min()
 
@@ -110,12 +110,12 @@ class Records:
             "job": answers["job"].astype(np.int64),
             "block": answers["block"].astype(np.int32),
             "device": answers["device"].astype(np.int32),
-            "batch": tiles[:, 0].astype(np.int32),
-            "batches": tiles[:, 1].astype(np.int32),
-            "row": tiles[:, 2].astype(np.int32),
-            "rows": tiles[:, 3].astype(np.int32),
-            "column": tiles[:, 4].astype(np.int32),
-            "columns": tiles[:, 5].astype(np.int32),
+            "batch": boxes[:, 0].astype(np.int32),
+            "batches": boxes[:, 1].astype(np.int32),
+            "row": boxes[:, 2].astype(np.int32),
+            "rows": boxes[:, 3].astype(np.int32),
+            "column": boxes[:, 4].astype(np.int32),
+            "columns": boxes[:, 5].astype(np.int32),
             "inner": np.array([j[2] for j in of_job], np.int32)[position],
             "sent_s": seconds(sent_ns),
             "due_s": np.where(due_ns > 0, seconds(due_ns), np.nan),

@@ -34,17 +34,17 @@ class Audits:
 
     @classmethod
     def of(
-        cls, left: Array, right: Array, out: Array, tiles: Integers, norms: tuple[Floats, Floats], random: Generator
+        cls, left: Array, right: Array, out: Array, boxes: Integers, norms: tuple[Floats, Floats], random: Generator
     ) -> Audits:
         """`norms`: of the rows of left and right."""
         inner = left.shape[2]
-        count = max(-(-len(tiles) // BLOCKS_PER_AUDIT), FEWEST)
+        count = max(-(-len(boxes) // BLOCKS_PER_AUDIT), FEWEST)
         count = max(1, min(count, MOST_TERMS // inner))
-        blocks = random.integers(len(tiles), size=count)
-        b, bs, r, rs, c, cs = tiles[blocks].T
+        blocks = random.integers(len(boxes), size=count)
+        b, bs, r, rs, c, cs = boxes[blocks].T
         batch, row, column = (start + random.integers(size) for start, size in ((b, bs), (r, rs), (c, cs)))
         some = slice(min(NEAR_ZERO, count // 3))
-        row[some], column[some] = nearest_zero(out, norms, tiles[blocks[some]], batch[some], row[some], column[some])
+        row[some], column[some] = nearest_zero(out, norms, boxes[blocks[some]], batch[some], row[some], column[some])
         with np.errstate(all="ignore"):
             terms = np.multiply(left[batch, row], right[batch, column], dtype=np.float64)
             truth = terms.sum(axis=1)
@@ -60,11 +60,11 @@ class Audits:
 
 
 def nearest_zero(
-    out: Array, norms: tuple[Floats, Floats], tiles: Integers, batch: Integers, row: Integers, column: Integers
+    out: Array, norms: tuple[Floats, Floats], boxes: Integers, batch: Integers, row: Integers, column: Integers
 ) -> tuple[Integers, Integers]:
     """Rows and columns of these blocks' cells that are nearest zero, relative to their norms. Of a large block, around
     the cell given. Not cells that are zero: most are where nothing was to be computed."""
-    r, rs, c, cs = tiles[:, 2:].T
+    r, rs, c, cs = boxes[:, 2:].T
     r, c = (
         np.maximum(start, np.minimum(at - WINDOW // 2, start + size - WINDOW))
         for start, size, at in ((r, rs, row), (c, cs, column))
@@ -77,7 +77,7 @@ def nearest_zero(
         size = norms[0][b, i][:, :, None] * norms[1][b, j][:, None]
         near = np.abs(out[b[:, None], i[:, :, None], j[:, None]]) / size
     near[~(near > 0)] = np.inf
-    found = near.reshape(len(tiles), -1).argmin(axis=1)
+    found = near.reshape(len(boxes), -1).argmin(axis=1)
     down, along = np.divmod(found, near.shape[2])
-    k = np.arange(len(tiles))
+    k = np.arange(len(boxes))
     return i[k, down], j[k, along]

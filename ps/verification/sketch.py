@@ -74,21 +74,21 @@ class Expectation:
     special: bool  # something is not finite, or may overflow: every cell has to be checked
 
     @classmethod
-    def of(cls, left: Array, right: Array, tiles: Integers, seed: int | Sequence[int]) -> Expectation:
+    def of(cls, left: Array, right: Array, boxes: Integers, seed: int | Sequence[int]) -> Expectation:
         """For the product left [b, m, n] times right [b, q, n] transposed, cut into these blocks."""
         random, inner = np.random.default_rng(seed), left.shape[2]
         with np.errstate(all="ignore"):
-            rows = Side.of(left, grid_bounds(tiles[:, 2], tiles[:, 3], left.shape[1]), random)
-            columns = Side.of(right, grid_bounds(tiles[:, 4], tiles[:, 5], right.shape[1]), random)
+            rows = Side.of(left, grid_bounds(boxes[:, 2], boxes[:, 3], left.shape[1]), random)
+            columns = Side.of(right, grid_bounds(boxes[:, 4], boxes[:, 5], right.shape[1]), random)
             image = np.matmul(rows.sums.astype(np.float64), columns.sums.astype(np.float64).transpose(0, 2, 1))
             largest = rows.norms.max(initial=0.0) * columns.norms.max(initial=0.0)
             flushed = _flushed(rows, columns, inner)
         return cls(rows, columns, image, flushed, inner, not largest < LARGEST)
 
-    def fits(self, tiles: Integers) -> bool:
+    def fits(self, boxes: Integers) -> bool:
         """False if a block was cut since."""
         return all(
-            np.isin(tiles[:, i], side.bounds).all() and np.isin(tiles[:, i] + tiles[:, i + 1], side.bounds).all()
+            np.isin(boxes[:, i], side.bounds).all() and np.isin(boxes[:, i] + boxes[:, i + 1], side.bounds).all()
             for side, i in ((self.rows, 2), (self.columns, 4))
         )
 
@@ -116,9 +116,9 @@ class Energies:
     kappa_squared: Floats  # mean per block
 
     @classmethod
-    def of(cls, expected: Expectation, out: Array, tiles: Integers) -> Energies:
+    def of(cls, expected: Expectation, out: Array, boxes: Integers) -> Energies:
         energy, kappa = expected.patches(out)
-        box = boxes(expected, tiles)
+        box = patch_ranges(expected, boxes)
         count = np.prod(box[:, 1::2] - box[:, ::2], axis=1).astype(np.float64)
         # one patch says little about its kappa: no block gets less than the product's mean
         least = mean_kappa_squared(expected, out)
@@ -141,10 +141,10 @@ def mean_kappa_squared(expected: Expectation, out: Array) -> float:
         return float(np.nansum(np.fmin(found, most))) / total if total > 0 else 0.0
 
 
-def boxes(expected: Expectation, tiles: Integers) -> Integers:
+def patch_ranges(expected: Expectation, boxes: Integers) -> Integers:
     """[k, 6]: first and last + 1 of the batch, row and column intervals of each block."""
     rows, columns = expected.rows.bounds, expected.columns.bounds
-    b, bs, r, rs, c, cs = tiles.T
+    b, bs, r, rs, c, cs = boxes.T
     return np.stack(
         [
             b,

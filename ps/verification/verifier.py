@@ -24,7 +24,7 @@ from ps.verification.non_finite import failing_patches
 from ps.verification.own_kernels import NAMES
 from ps.verification.recompute import Evidence, Exact, Own, Patch, sampled_side
 from ps.verification.rounding import Floats, upper
-from ps.verification.sketch import MOST, Energies, Expectation, box_sums, boxes, grid_sums, impossible_cells
+from ps.verification.sketch import MOST, Energies, Expectation, box_sums, grid_sums, impossible_cells, patch_ranges
 
 Array = NDArray[np.float32]
 
@@ -59,29 +59,29 @@ class Verifier:
         left: Array,
         right: Array,
         out: Array,
-        tiles: Integers,
+        boxes: Integers,
         devices: Integers,
         expected: Expectation,
         fleet: int,
         again: bool = False,
     ) -> Findings:
         """`fleet`: number of devices present. `again`: blocks of this product were counted before."""
-        if not len(tiles):
+        if not len(boxes):
             return Findings()
         self.fuse.next_product()
-        view = _View(left, right, out, tiles, devices, expected, self._random)
+        view = _View(left, right, out, boxes, devices, expected, self._random)
         drifted: set[int] = set()
         if expected.special:
             patch = failing_patches(left, right, out, expected)
             loudness = view.sums(patch)
             loud = loudness > 0
         else:
-            energies = Energies.of(expected, out, tiles)
-            bad = np.zeros(len(tiles), np.bool_)
+            energies = Energies.of(expected, out, boxes)
+            bad = np.zeros(len(boxes), np.bool_)
             if (energies.patch >= MOST).any():  # a NaN would make all blocks near it suspect
                 energies, bad = view.without_impossible_cells()
             norms = expected.rows.norms, expected.columns.norms
-            audits = Audits.of(left, right, out, tiles, norms, self._random)
+            audits = Audits.of(left, right, out, boxes, norms, self._random)
             patch = energies.patch
             limit = energies.patches * upper(energies.patches, DEVIATIONS)
             loudness = energies.total / limit
@@ -198,7 +198,7 @@ class _View:
     left: Array
     right: Array
     out: Array
-    tiles: Integers
+    boxes: Integers
     devices: Integers
     expected: Expectation
     random: np.random.Generator
@@ -208,12 +208,12 @@ class _View:
     own_terms: int = OWN_TERMS  # that are left for them
 
     def sums(self, patch: Floats) -> Floats:
-        return box_sums(patch, boxes(self.expected, self.tiles))
+        return box_sums(patch, patch_ranges(self.expected, self.boxes))
 
     def without_impossible_cells(self) -> tuple[Energies, NDArray[np.bool_]]:
         """Energies as if cells that no kernel gives were 0, except for their own patches; and the blocks with some."""
         cells = impossible_cells(self.expected, self.out)
-        energies = Energies.of(self.expected, np.where(cells, np.float32(0), self.out), self.tiles)
+        energies = Energies.of(self.expected, np.where(cells, np.float32(0), self.out), self.boxes)
         hit = grid_sums(self.expected, cells)
         energies.patch[hit > 0] = MOST
         return energies, self.sums(hit) > 0
@@ -227,7 +227,7 @@ class _View:
             chosen[b, r, c] = i - int(rows[r]), j - int(columns[c])
         found = [
             (float(patch[b, r, c]), b, r, c)
-            for b0, b1, r0, r1, c0, c1 in boxes(self.expected, self.tiles[self.devices == device]).tolist()
+            for b0, b1, r0, r1, c0, c1 in patch_ranges(self.expected, self.boxes[self.devices == device]).tolist()
             for b in range(b0, b1)
             for r in range(r0, r1)
             for c in range(c0, c1)

@@ -189,8 +189,8 @@ def _planning(result: dict[str, Any]) -> list[Row]:
     """The slowest product of each kind, median of several passes."""
     which = f"worst of {result['products']} products, median of {result['passes']}"
     goals = (
-        ("tiling, 1,024 devices", "tile_1024_s", 0.050),
-        ("tiling, 8,192 devices", "tile_8192_s", 0.500),
+        ("tiling, 1,024 devices", "box_1024_s", 0.050),
+        ("tiling, 8,192 devices", "box_8192_s", 0.500),
         ("plan of the running system, 1,024 devices", "plan_s", 0.050),
         ("plan after a lost device, 1,024 devices", "adapt_s", 0.005),
     )

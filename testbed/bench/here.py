@@ -127,7 +127,7 @@ def plainly(product: Product) -> None:
     np.matmul(product.left.array, product.right.array.transpose(0, 2, 1), out=product.out)
 
 
-def random_tiles(shape: tuple[int, ...], rng: np.random.Generator, most: int = MOST_BLOCKS, least: int = 1) -> Integers:
+def random_boxes(shape: tuple[int, ...], rng: np.random.Generator, most: int = MOST_BLOCKS, least: int = 1) -> Integers:
     """Rectangles of one size (smaller at the edges) that tile the output: any size, but not too many."""
     batch, rows, columns = shape
     least = min(least, batch * rows * columns)
@@ -146,7 +146,7 @@ def _starts(*extents: tuple[int, int]) -> list[Integers]:
     return [np.arange(0, extent, size) for extent, size in extents]
 
 
-def cells_of(array: Array, tile: Sequence[int]) -> Array:
-    """A view of the tile's cells."""
-    b, bs, r, rs, c, cs = tile
+def cells_of(array: Array, box: Sequence[int]) -> Array:
+    """A view of the box's cells."""
+    b, bs, r, rs, c, cs = box
     return array[b : b + bs, r : r + rs, c : c + cs]

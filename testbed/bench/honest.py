@@ -24,7 +24,7 @@ from ps.verification.recompute import one_after_the_other
 from ps.verification.rounding import TINY
 from ps.verification.sketch import Energies, Expectation
 from ps.verification.verifier import Verifier
-from testbed.bench.here import GPT2, Enough, Training, cells_of, plainly, random_tiles
+from testbed.bench.here import GPT2, Enough, Training, cells_of, plainly, random_boxes
 
 DEVICES = 100
 STEPS = 12  # then the same from another seed
@@ -129,41 +129,41 @@ class Honest:
     def look(self, left: Array, right: Array) -> int:
         """All blocks of this product, by kernels at random, and the check. Their number."""
         out = np.full((left.shape[0], left.shape[1], right.shape[1]), np.nan, np.float32)
-        tiles = random_tiles(out.shape, self.rng, least=LEAST_BLOCKS if self.rng.random() < 0.8 else 1)
+        boxes = random_boxes(out.shape, self.rng, least=LEAST_BLOCKS if self.rng.random() < 0.8 else 1)
         whole = self.rng.random() >= BLOCK_BY_BLOCK or left.shape[2] > 4096
         with np.errstate(all="ignore"):
-            for tile in _columns(tiles, out.shape) if whole else tiles.tolist():
-                self._block(left, right, out, tile)
+            for box in _columns(boxes, out.shape) if whole else boxes.tolist():
+                self._block(left, right, out, box)
         begun = time.perf_counter()
         self.suspicious += Glance.of(left, right, self.products).suspicious(out)
-        expected = Expectation.of(left, right, tiles, self.products)
-        devices = np.arange(len(tiles)) % DEVICES
-        found = self.verifier.check(left, right, out, tiles, devices, expected, DEVICES)
+        expected = Expectation.of(left, right, boxes, self.products)
+        devices = np.arange(len(boxes)) % DEVICES
+        found = self.verifier.check(left, right, out, boxes, devices, expected, DEVICES)
         self.check_s += time.perf_counter() - begun
         self.accused += len(found.wrong)
         self.reasons += [f"{left.shape} x {right.shape}: {why}" for why in found.why.values()]
         self.doubted += bool(found.doubted)
         self.examined += found.examined
         if not expected.special and self.products % 16 == 0:
-            energies = Energies.of(expected, out, tiles)
+            energies = Energies.of(expected, out, boxes)
             many = energies.patches >= 16
             self.loudest = max(self.loudest, float((energies.total / energies.patches)[many].max(initial=0.0)))
-        self.special += len(tiles) * expected.special
-        self.tiny += len(tiles) * (expected.flushed is not None and not expected.special)
-        self.blocks += len(tiles)
+        self.special += len(boxes) * expected.special
+        self.tiny += len(boxes) * (expected.flushed is not None and not expected.special)
+        self.blocks += len(boxes)
         self.products += 1
-        self.inner[left.shape[2]] += len(tiles)
-        return len(tiles)
+        self.inner[left.shape[2]] += len(boxes)
+        return len(boxes)
 
-    def _block(self, left: Array, right: Array, out: Array, tile: list[int]) -> None:
-        b, bs, r, rs, c, cs = tile
+    def _block(self, left: Array, right: Array, out: Array, box: list[int]) -> None:
+        b, bs, r, rs, c, cs = box
         inner = left.shape[2]
         kernel = self.kernels[int(self.rng.integers(len(self.kernels)))]
         if isinstance(kernel, Serial) and (inner > 512 or self.rng.random() < 0.9):  # slow
             kernel = self.kernels[0]
         one, two = left[b : b + bs, r : r + rs], right[b : b + bs, c : c + cs].transpose(0, 2, 1)
         chunk = inner if inner < 8 or self.rng.random() < 0.75 else int(self.rng.integers(inner // 8, inner))
-        cells = cells_of(out, tile)
+        cells = cells_of(out, box)
         if inner > 4096 and rs * cs * bs <= 4 and self.rng.random() < 0.5:
             cells[:] = one_after_the_other(one[:, :, None, :], two.transpose(0, 2, 1)[:, None])
             self.by_kernel["serial"] += 1
@@ -202,9 +202,9 @@ class Honest:
         return np.ascontiguousarray(np.broadcast_to(repeated, array.shape))
 
 
-def _columns(tiles: Any, shape: tuple[int, ...]) -> list[list[int]]:
-    """One tile for all that share columns and batches: kernels are called less often."""
-    kinds = np.unique(tiles[:, [0, 1, 4, 5]], axis=0).tolist()
+def _columns(boxes: Any, shape: tuple[int, ...]) -> list[list[int]]:
+    """One box for all that share columns and batches: kernels are called less often."""
+    kinds = np.unique(boxes[:, [0, 1, 4, 5]], axis=0).tolist()
     return [[b, bs, 0, shape[1], c, cs] for b, bs, c, cs in kinds]
 
 

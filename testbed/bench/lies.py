@@ -23,7 +23,7 @@ from ps.verification.glance import Glance, Lot
 from ps.verification.rounding import EPSILON, PLAIN, level_squared
 from ps.verification.sketch import Expectation
 from ps.verification.verifier import Verifier
-from testbed.bench.here import GPT2, Enough, Training, cells_of, random_tiles
+from testbed.bench.here import GPT2, Enough, Training, cells_of, random_boxes
 
 DEVICES = 100
 STEPS = 20
@@ -200,28 +200,28 @@ class Trial:
         left, right, out = product.left.array, product.right.array, product.out
         out[:] = left.astype(np.float64) @ right.astype(np.float64).transpose(0, 2, 1)
         truth = out.copy()
-        tiles = random_tiles(out.shape, self.rng, MOST_BLOCKS, min(FEWEST_BLOCKS, out.size))
-        owners = self.rng.permutation(len(tiles)) % self.devices
+        boxes = random_boxes(out.shape, self.rng, MOST_BLOCKS, min(FEWEST_BLOCKS, out.size))
+        owners = self.rng.permutation(len(boxes)) % self.devices
         for index in np.flatnonzero(owners < self.liars).tolist():
             if int(owners[index]) not in self.suspended:
-                self._tell(product, tiles[index].tolist())
+                self._tell(product, boxes[index].tolist())
         self.products += 1
         closely = self._lot.draw() or Glance.of(left, right, (3, self.products)).suspicious(out)
         if not closely:
             return
-        expected = Expectation.of(left, right, tiles, (2, self.products))
-        found = self.verifier.check(left, right, out, tiles, owners, expected, self.devices)
+        expected = Expectation.of(left, right, boxes, (2, self.products))
+        found = self.verifier.check(left, right, out, boxes, owners, expected, self.devices)
         self.doubted += bool(found.doubted)
         for index in found.wrong:
-            cells_of(out, tiles[index])[:] = cells_of(truth, tiles[index])
+            cells_of(out, boxes[index])[:] = cells_of(truth, boxes[index])
         for device, why in found.why.items():
             self.suspended.setdefault(device, (self.products, why))
             self.accused += device >= self.liars
 
-    def _tell(self, product: Product, tile: Sequence[int]) -> None:
-        b, bs, r, rs, c, cs = tile
+    def _tell(self, product: Product, box: Sequence[int]) -> None:
+        b, bs, r, rs, c, cs = box
         left, right = product.left.array[b : b + bs, r : r + rs], product.right.array[b : b + bs, c : c + cs]
-        cells = cells_of(product.out, tile)
+        cells = cells_of(product.out, box)
         with np.errstate(all="ignore"):
             lie = self.lie(Block(left, right, cells.copy(), self.rng, product.name)).astype(np.float32)
         self.told += not np.array_equal(lie, cells, equal_nan=True)

@@ -88,8 +88,8 @@ def plan_over(work: Work, devices: int) -> Plan:
         rectangles = rectangles[np.lexsort((rectangles[:, 0], rectangles[:, 2]))]
     head = np.broadcast_to([0, 1], (len(rectangles), 2))
     device = np.arange(len(rectangles)) * devices // len(rectangles)
-    tiles = np.column_stack([head, rectangles])
-    return Plan(tiles, device, np.ones((len(tiles), 2), bool), 0.0)
+    boxes = np.column_stack([head, rectangles])
+    return Plan(boxes, device, np.ones((len(boxes), 2), bool), 0.0)
 
 
 def multiply(server: Server, work: Work, a: Matrix, b: Matrix, plan: Plan) -> tuple[float, Matrix]:

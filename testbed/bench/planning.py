@@ -15,7 +15,7 @@ import numpy as np
 from emulator.model.fleet import uniform_fleet
 from ps.graph.models import model_config
 from ps.graph.products import step_products
-from ps.planning.packing import Rates, tile
+from ps.planning.packing import Rates, box
 from ps.planning.planner import Planner, Request, Shape, adapted
 
 MODEL, BATCH, SEQUENCE = "opt-13b", 128, 1024
@@ -32,7 +32,7 @@ def measure(passes: int = 5) -> dict[str, Any]:
         all_s = {
             f"{fleet}: {_name(shape)}": _tile_s(fleet, count, shape, passes) for fleet in FLEETS for shape in shapes
         }
-        result[f"tile_{count}_s"], result[f"tile_{count}_all_s"] = max(all_s.values()), all_s
+        result[f"box_{count}_s"], result[f"box_{count}_all_s"] = max(all_s.values()), all_s
     cold, lost = {}, {}
     for fleet in FLEETS:
         for shape in shapes:
@@ -55,7 +55,7 @@ def _name(shape: Shape) -> str:
 
 def _tile_s(fleet: str, count: int, shape: Shape, passes: int) -> float:
     rates = Rates.of(uniform_fleet(fleet, count, seed=0), shape.inner, BYTES_PER_VALUE)
-    return _median_s(lambda: tile(rates, shape.batch, shape.rows, shape.columns), passes)
+    return _median_s(lambda: box(rates, shape.batch, shape.rows, shape.columns), passes)
 
 
 def _plan_s(fleet: str, count: int, shape: Shape, passes: int) -> tuple[float, float]:

@@ -159,7 +159,7 @@ def plan(
     products = step_products(model_config(model), batch, seq)
     plans = [planning.plan_product(s, n, profiles, bytes_per_value, server_bps) for s, n in products.items()]
     if tiles is not None:
-        planning.write_tiles(tiles, plans)
+        planning.write_boxes(tiles, plans)
     if format == "json":
         import json
 

@@ -69,7 +69,7 @@ class ChaosError(AssertionError):
 class Flight:
     """A block that was sent: its true answer, and when that arrives."""
 
-    tile: tuple[int, ...]
+    box: tuple[int, ...]
     cells: NDArray[np.int64]
     due_s: float
     lost: bool = False
@@ -78,7 +78,7 @@ class Flight:
     def overlaps(self, other: Flight) -> bool:
         """Blocks of the same job with cells in common."""
         return all(
-            self.tile[i] < other.tile[i] + other.tile[i + 1] and other.tile[i] < self.tile[i] + self.tile[i + 1]
+            self.box[i] < other.box[i] + other.box[i + 1] and other.box[i] < self.box[i] + self.box[i + 1]
             for i in (0, 2, 4)
         )
 
@@ -102,25 +102,25 @@ class Truth:
         self._right = (2 * b[:, None, None] + 7 * n[:, None] + 3 * c + job) % 13 - 6
         self._out = np.zeros((shape.batch, shape.rows, shape.columns), np.int64)
         self._times = np.zeros_like(self._out)
-        self._accepted: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> device, tile
+        self._accepted: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> device, box
 
-    def block(self, tile: tuple[int, ...]) -> NDArray[np.int64]:
-        b, bs, r, rs, c, cs = tile
+    def block(self, box: tuple[int, ...]) -> NDArray[np.int64]:
+        b, bs, r, rs, c, cs = box
         cells: NDArray[np.int64] = self._left[b : b + bs, r : r + rs] @ self._right[b : b + bs, :, c : c + cs]
         return cells
 
     def accept(self, device: int, block: int, flight: Flight) -> None:
-        self._accepted[block] = device, flight.tile
-        b, bs, r, rs, c, cs = flight.tile
+        self._accepted[block] = device, flight.box
+        b, bs, r, rs, c, cs = flight.box
         self._times[b : b + bs, r : r + rs, c : c + cs] += 1
         self._out[b : b + bs, r : r + rs, c : c + cs] = flight.cells
 
     def wrong(self) -> dict[int, int]:
         """Accepted blocks with a wrong result, each with the device that returned it."""
         found = {}
-        for block, (device, tile) in self._accepted.items():
-            b, bs, r, rs, c, cs = tile
-            if not np.array_equal(self._out[b : b + bs, r : r + rs, c : c + cs], self.block(tile)):
+        for block, (device, box) in self._accepted.items():
+            b, bs, r, rs, c, cs = box
+            if not np.array_equal(self._out[b : b + bs, r : r + rs, c : c + cs], self.block(box)):
                 found[block] = device
         return found
 
@@ -129,9 +129,9 @@ class Truth:
             b, bs, r, rs, c, cs = self._accepted.pop(block)[1]
             self._times[b : b + bs, r : r + rs, c : c + cs] -= 1
 
-    def has(self, tile: tuple[int, ...]) -> bool:
+    def has(self, box: tuple[int, ...]) -> bool:
         """Was any of these cells accepted?"""
-        b, bs, r, rs, c, cs = tile
+        b, bs, r, rs, c, cs = box
         return bool(self._times[b : b + bs, r : r + rs, c : c + cs].any())
 
     def complete(self) -> bool:

@@ -37,8 +37,8 @@ def message_costs(
         for kind, (inner, columns) in enumerate(KINDS):
             height = heights[pair, kind].reshape(-1)
             begins = np.cumsum(height) - height
-            tiles = np.array([[0, 1, at, h, 0, columns] for at, h in zip(begins, height, strict=True)])
-            part = Part(int(height.sum()), inner, columns, tiles, np.repeat(ids, BLOCKS))
+            boxes = np.array([[0, 1, at, h, 0, columns] for at, h in zip(begins, height, strict=True)])
+            part = Part(int(height.sum()), inner, columns, boxes, np.repeat(ids, BLOCKS))
             before_s = np.array([processor_seconds(process) for process in processes])
             run_step(server, [part], ids, rng, 0)
             used_s[pair, kind] = np.array([processor_seconds(process) for process in processes]) - before_s

@@ -30,12 +30,12 @@ class TwinDevice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One product of a step: its tiles and their devices."""
+    """One product of a step: its boxes and their devices."""
 
     rows: int
     inner: int
     columns: int
-    tiles: Integers
+    boxes: Integers
     device: Integers
 
 
@@ -47,15 +47,15 @@ def stream(devices: Sequence[TwinDevice], steps: int, seconds: float, seed: int)
     found = []
     for _ in range(steps):
         inner, columns = int(rng.integers(512, 2049)), int(rng.integers(384, 1025))
-        tiles, owners, at = [], [], 0
+        boxes, owners, at = [], [], 0
         for number, device in enumerate(devices):
             one_s = device.calibration.model.seconds(np.array([[1, 128, inner, columns]]))[0] / 128
             shares = rng.uniform(0.5, 1.5, BLOCKS)
             for height in np.maximum(1, seconds / one_s * shares / shares.sum()).astype(int).tolist():
-                tiles.append([0, 1, at, height, 0, columns])
+                boxes.append([0, 1, at, height, 0, columns])
                 owners.append(number)
                 at += height
-        found.append([Part(at, inner, columns, np.array(tiles), np.array(owners))])
+        found.append([Part(at, inner, columns, np.array(boxes), np.array(owners))])
     return found
 
 
@@ -65,9 +65,9 @@ def run_step(server: Server, parts: Sequence[Part], ids: Integers, rng: np.rando
     for part in parts:
         left = rng.standard_normal((1, part.rows, part.inner), dtype=np.float32)
         right = rng.standard_normal((1, part.columns, part.inner), dtype=np.float32)
-        fresh = np.ones((len(part.tiles), 2), bool)
+        fresh = np.ones((len(part.boxes), 2), bool)
         fresh[1:, 1] = part.device[1:] != part.device[:-1]  # one slab of columns per device
-        plan = Plan(part.tiles, ids[part.device], fresh, 0.0, firm=True)
+        plan = Plan(part.boxes, ids[part.device], fresh, 0.0, firm=True)
         out = np.empty((1, part.rows, part.columns), np.float32)
         products.append(
             Product(Operand(left), Operand(right), out, partial(done.put, 0), f"step {number}", number, plan=plan)

@@ -21,7 +21,7 @@ from rich.table import Table
 from agent.protocol.errors import UserError
 from agent.protocol.units import format_count, format_duration, format_size
 from emulator.model.fleet import UNIFORM, draw_fleet, uniform_fleet
-from ps.planning.packing import PackingError, Rates, Tiling, tile
+from ps.planning.packing import PackingError, Rates, Tiling, box
 from ps.planning.planner import Shape
 from testbed.runs.scenario import load_scenario, scenario_names
 
@@ -79,7 +79,7 @@ def plan_product(
     rates = Rates.of(profiles, shape.inner, bytes_per_value)
     try:
         best = _finish(
-            shape, count, tile(rates, shape.batch, shape.rows, shape.columns), rates, bytes_per_value, server_bps
+            shape, count, box(rates, shape.batch, shape.rows, shape.columns), rates, bytes_per_value, server_bps
         )
         if best.limit == "server":
             # fastest devices first; half as many devices need 0.7 of the bytes
@@ -87,8 +87,8 @@ def plan_product(
             fewer = len(ranking) // 2
             while fewer >= 1:
                 chosen = ranking[:fewer]
-                smaller = tile(rates.take(chosen), shape.batch, shape.rows, shape.columns)
-                moved = Tiling(smaller.tiles, chosen[smaller.owner], best.tiling.bound_s, smaller.makespan_s)
+                smaller = box(rates.take(chosen), shape.batch, shape.rows, shape.columns)
+                moved = Tiling(smaller.boxes, chosen[smaller.owner], best.tiling.bound_s, smaller.makespan_s)
                 other = _finish(shape, count, moved, rates, bytes_per_value, server_bps)
                 if other.makespan_s >= best.makespan_s:
                     break
@@ -102,8 +102,8 @@ def plan_product(
 def _finish(
     shape: Shape, count: int, tiling: Tiling, rates: Rates, bytes_per_value: int, server_bps: float | None
 ) -> Planned:
-    tiles = tiling.tiles
-    bytes_down = bytes_per_value * shape.inner * int((tiles[:, 1] * (tiles[:, 3] + tiles[:, 5])).sum())
+    boxes = tiling.boxes
+    bytes_down = bytes_per_value * shape.inner * int((boxes[:, 1] * (boxes[:, 3] + boxes[:, 5])).sum())
     bytes_up = bytes_per_value * shape.cells
     server_s = 8 * max(bytes_down, bytes_up) / server_bps if server_bps else 0.0
     # in any plan, every result passes the server once, and every operand at least once
@@ -125,9 +125,9 @@ def _finish(
 
 def _limit(tiling: Tiling, rates: Rates, shape: Shape) -> str:
     """The bottleneck of most of the work."""
-    tiles, owner = tiling.tiles, tiling.owner
-    cells = tiles[:, 1] * tiles[:, 3] * tiles[:, 5]
-    down_s = tiles[:, 1] * (tiles[:, 3] + tiles[:, 5]) / rates.perimeter_per_s[owner]
+    boxes, owner = tiling.boxes, tiling.owner
+    cells = boxes[:, 1] * boxes[:, 3] * boxes[:, 5]
+    down_s = boxes[:, 1] * (boxes[:, 3] + boxes[:, 5]) / rates.perimeter_per_s[owner]
     other_s = cells / rates.cells_per_s[owner]
     latency_s = rates.latency_s[owner]
     names = np.where(latency_s > np.maximum(down_s, other_s), 0, np.where(down_s >= other_s, 1, 2))
@@ -135,18 +135,18 @@ def _limit(tiling: Tiling, rates: Rates, shape: Shape) -> str:
     return ("latency", "downlink", "uplink or compute")[int(weights.argmax())]
 
 
-def write_tiles(path: Path, plans: list[Planned]) -> None:
+def write_boxes(path: Path, plans: list[Planned]) -> None:
     """One JSON line per block; a range of batch entries is written entry by entry."""
     try:
         with path.open("w", encoding="utf-8") as file:
             for index, planned in enumerate(plans):
-                rows = zip(planned.tiling.tiles.tolist(), planned.tiling.owner.tolist(), strict=True)
+                rows = zip(planned.tiling.boxes.tolist(), planned.tiling.owner.tolist(), strict=True)
                 for (batch, batches, row, rows_, column, columns), device in rows:
                     for entry in range(batch, batch + batches):
                         record = {"gemm": index, "batch": entry, "device": device, "row": row, "rows": rows_}
                         file.write(json.dumps(record | {"column": column, "columns": columns}) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write the tiles to {path}: {error.strerror}") from None
+        raise UserError(f"cannot write the boxes to {path}: {error.strerror}") from None
 
 
 def as_json(plans: list[Planned], profiles: NDArray[np.void], bytes_per_value: int) -> dict[str, Any]:

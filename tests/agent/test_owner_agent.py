@@ -88,10 +88,10 @@ def phone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phone:
     return found
 
 
-def two_tiles(server: Server) -> Multiplication:
+def two_boxes(server: Server) -> Multiplication:
     """Half of the product for the first device, half for the second."""
-    tiles = np.array([(0, 1, 0, ROWS, 0, COLUMNS // 2), (0, 1, 0, ROWS, COLUMNS // 2, COLUMNS // 2)])
-    plan = Plan(tiles=tiles, device=np.array([0, 1]), fresh=np.ones((2, 2), bool), makespan_s=0.0)
+    boxes = np.array([(0, 1, 0, ROWS, 0, COLUMNS // 2), (0, 1, 0, ROWS, COLUMNS // 2, COLUMNS // 2)])
+    plan = Plan(boxes=boxes, device=np.array([0, 1]), fresh=np.ones((2, 2), bool), makespan_s=0.0)
     return Multiplication(server, (1, ROWS, INNER, COLUMNS), plan)
 
 
@@ -126,7 +126,7 @@ def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it
     monkeypatch.setenv("CLEAVE_RULES", os.devnull)
     start("agent", "--ps", server.address, "--name", "other", *FAST)
     assert server.wait_for_devices(2, LIMIT_S)
-    product = two_tiles(server)
+    product = two_boxes(server)
     slow.expect("computing a row")
     unplugged = time.monotonic()
     phone.battery("UNPLUGGED")

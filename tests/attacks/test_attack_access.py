@@ -198,8 +198,8 @@ def test_a_liar_that_leaves_before_it_is_found_out_is_banned_all_the_same(
     liars += [liar, slow]
     assert isinstance(liar.ask(), Welcome)
     assert isinstance(slow.ask(), Welcome)
-    tiles = np.array([(0, 1, 0, 32, 0, 16), (0, 1, 0, 32, 16, 16)])
-    plan = Plan(tiles=tiles, device=np.array([0, 1]), fresh=np.ones((2, 2), bool), makespan_s=0.0)
+    boxes = np.array([(0, 1, 0, 32, 0, 16), (0, 1, 0, 32, 16, 16)])
+    plan = Plan(boxes=boxes, device=np.array([0, 1]), fresh=np.ones((2, 2), bool), makespan_s=0.0)
     product = Multiplication(server, (1, 32, 16, 32), plan)
     work = slow.receive_work()
     answer(liar, {}, liar.receive_work(), wrong=True)

@@ -173,7 +173,7 @@ def test_a_silent_newcomer_gets_one_small_block_and_then_nothing_for_ever_longer
             if any(6 in i.devices for i in sent):
                 given_at.append(now_s)
                 cells += sum(
-                    int(np.prod(dispatcher._state.jobs[j].tiles[b][1::2]))
+                    int(np.prod(dispatcher._state.jobs[j].boxes[b][1::2]))
                     for i in sent
                     for d, j, b in zip(i.devices, i.jobs, i.blocks, strict=True)
                     if d == 6
@@ -206,7 +206,7 @@ def test_a_plan_with_probes_covers_every_cell_once_and_no_probe_is_large(
     probed = with_trial_blocks(plan, shape, profiles, [9, 10, 11])
     assert_covers_exactly_once(probed, shape)
     for device in (9, 10, 11):
-        mine = probed.tiles[probed.device == device]
+        mine = probed.boxes[probed.device == device]
         assert len(mine) <= 1
         assert mine[:, 1::2].prod(axis=1).sum() <= 0.25 * shape.cells + 1
 
@@ -215,7 +215,7 @@ def test_a_plan_with_probes_covers_every_cell_once_and_no_probe_is_large(
 
 
 def parts(plan: Plan, shape: Shape) -> NDArray[np.float64]:
-    cells = np.bincount(plan.device, plan.tiles[:, 1::2].prod(axis=1))
+    cells = np.bincount(plan.device, plan.boxes[:, 1::2].prod(axis=1))
     return np.asarray(cells / shape.cells)
 
 
@@ -237,7 +237,7 @@ def test_a_cap_that_binds_nobody_changes_nothing() -> None:
     for asked in (requests[:1], requests):
         usual, same = (Planner("packed", cap).plan(asked, profiles, able) for cap in (NO_CAP, Cap(0.9, strict=True)))
         for one, other in zip(usual, same, strict=True):
-            assert one.tiles.tobytes() == other.tiles.tobytes()
+            assert one.boxes.tobytes() == other.boxes.tobytes()
             assert one.device.tobytes() == other.device.tobytes()
             assert one.makespan_s == other.makespan_s
 

@@ -175,13 +175,13 @@ def test_with_a_long_inner_dimension_a_chosen_cell_is_caught_every_time(lie: Lie
     rng = np.random.default_rng(2)
     left, right = (rng.standard_normal((1, extent, 131_072), dtype=np.float32) for extent in (16, 32))
     honest = NumpyKernel().product(left, right.transpose(0, 2, 1))
-    tiles = np.array([(0, 1, 0, 16, c, 16) for c in (0, 16)])
+    boxes = np.array([(0, 1, 0, 16, c, 16) for c in (0, 16)])
     for seed in range(4):
-        expected, out = Expectation.of(left, right, tiles, seed), honest.copy()
-        assert not Verifier(seed).check(left, right, honest, tiles, np.arange(2), expected, 2).wrong
+        expected, out = Expectation.of(left, right, boxes, seed), honest.copy()
+        assert not Verifier(seed).check(left, right, honest, boxes, np.arange(2), expected, 2).wrong
         out[:, :, 16:] = lie(Block(left, right[:, 16:], honest[:, :, 16:], rng))
         assert not np.array_equal(out, honest)
-        assert Verifier(seed).check(left, right, out, tiles, np.arange(2), expected, 2).wrong == [1]
+        assert Verifier(seed).check(left, right, out, boxes, np.arange(2), expected, 2).wrong == [1]
 
 
 # ---- honest devices

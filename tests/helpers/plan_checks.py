@@ -1,4 +1,4 @@
-"""What holds for every plan, recomputed here from the tiles alone, not by the planner's own arithmetic."""
+"""What holds for every plan, recomputed here from the boxes alone, not by the planner's own arithmetic."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def one_cell_bytes(shape: Shape) -> int:
     return 2 * 4 * min(1 + 2 * shape.inner, 2 + 2 * 3 * LEAST)
 
 
-def chunks_needed(shape: Shape, tile: list[int], p: Profile) -> int:
+def chunks_needed(shape: Shape, box: list[int], p: Profile) -> int:
     """1: operands fit whole. Otherwise as few as possible. 0: the block fits in no way."""
-    _, bs, _, rs, _, cs = tile
+    _, bs, _, rs, _, cs = box
     output, a_value = 4 * bs * rs * cs, 4 * bs * (rs + cs)
     if output + a_value * shape.inner <= block_budget(p):
         return 1
@@ -44,7 +44,7 @@ def chunks_needed(shape: Shape, tile: list[int], p: Profile) -> int:
 
 def assert_covers_exactly_once(plan: Plan, shape: Shape) -> None:
     cover = np.zeros((shape.batch, shape.rows, shape.columns), int)
-    for b, bs, r, rs, c, cs in plan.tiles.tolist():
+    for b, bs, r, rs, c, cs in plan.boxes.tolist():
         assert min(bs, rs, cs) > 0
         assert min(b, r, c) >= 0
         assert b + bs <= shape.batch
@@ -52,20 +52,20 @@ def assert_covers_exactly_once(plan: Plan, shape: Shape) -> None:
         assert c + cs <= shape.columns
         cover[b : b + bs, r : r + rs, c : c + cs] += 1
     assert (cover == 1).all()
-    assert len(plan.tiles) == len(plan.device) == len(plan.fresh)
+    assert len(plan.boxes) == len(plan.device) == len(plan.fresh)
 
 
 def assert_fits_into_memory(plan: Plan, shape: Shape, fleet: list[Profile]) -> None:
-    for device, tile in zip(plan.device.tolist(), plan.tiles.tolist(), strict=True):
-        assert chunks_needed(shape, tile, fleet[device]) > 0
+    for device, box in zip(plan.device.tolist(), plan.boxes.tolist(), strict=True):
+        assert chunks_needed(shape, box, fleet[device]) > 0
 
 
 def assert_brings_what_is_not_there(plan: Plan, shape: Shape, fleet: list[Profile]) -> None:
     there: set[tuple[str | int, ...]] = set()
-    for device, tile, fresh in zip(plan.device.tolist(), plan.tiles.tolist(), plan.fresh.tolist(), strict=True):
-        b, bs, r, rs, c, cs = tile
+    for device, box, fresh in zip(plan.device.tolist(), plan.boxes.tolist(), plan.fresh.tolist(), strict=True):
+        b, bs, r, rs, c, cs = box
         slabs = (device, "left", b, bs, r, rs), (device, "right", b, bs, c, cs)
-        if chunks_needed(shape, tile, fleet[device]) > 1:  # streamed: brings all, leaves nothing
+        if chunks_needed(shape, box, fleet[device]) > 1:  # streamed: brings all, leaves nothing
             assert fresh == [True, True]
         else:
             assert fresh == [slab not in there for slab in slabs]
@@ -86,8 +86,8 @@ def simulated_s(p: Profile, blocks: list[Block]) -> float:
     return 2 * p.latency_s + uploaded
 
 
-def block(p: Profile, shape: Shape, tile: Sequence[float], fresh: list[bool], chunks: int) -> Block:
-    _, bs, _, rs, _, cs = tile
+def block(p: Profile, shape: Shape, box: Sequence[float], fresh: list[bool], chunks: int) -> Block:
+    _, bs, _, rs, _, cs = box
     down_s = 32.0 * shape.inner * bs * (rs * fresh[0] + cs * fresh[1]) / p.down_bps
     compute_s = chunks * p.overhead_s + 2.0 * shape.inner * bs * rs * cs / p.flops
     return down_s, compute_s, 32.0 * bs * rs * cs / p.up_bps, chunks
@@ -95,9 +95,9 @@ def block(p: Profile, shape: Shape, tile: Sequence[float], fresh: list[bool], ch
 
 def recomputed_ends_s(plan: Plan, shape: Shape, fleet: list[Profile]) -> dict[int, float]:
     blocks: defaultdict[int, list[Block]] = defaultdict(list)
-    for device, tile, fresh in zip(plan.device.tolist(), plan.tiles.tolist(), plan.fresh.tolist(), strict=True):
+    for device, box, fresh in zip(plan.device.tolist(), plan.boxes.tolist(), plan.fresh.tolist(), strict=True):
         p = fleet[device]
-        blocks[device].append(block(p, shape, tile, fresh, chunks_needed(shape, tile, p)))
+        blocks[device].append(block(p, shape, box, fresh, chunks_needed(shape, box, p)))
     return {device: simulated_s(fleet[device], mine) for device, mine in blocks.items()}
 
 
@@ -115,7 +115,7 @@ def assert_keeps_its_promises(plan: Plan, shape: Shape, fleet: list[Profile], ab
 
 
 def assert_same(one: Plan, two: Plan) -> None:
-    assert np.array_equal(one.tiles, two.tiles)
+    assert np.array_equal(one.boxes, two.boxes)
     assert np.array_equal(one.device, two.device)
     assert np.array_equal(one.fresh, two.fresh)
     assert one.makespan_s == two.makespan_s

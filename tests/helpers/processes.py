@@ -61,9 +61,9 @@ class Multiplication:
 
 def grid(rows: int, columns: int, side: int, devices: list[int]) -> Plan:
     """Squares, dealt out to the devices in turn."""
-    tiles = np.array([(0, 1, r, side, c, side) for r in range(0, rows, side) for c in range(0, columns, side)])
-    device = np.resize(np.array(devices), len(tiles))
-    return Plan(tiles=tiles, device=device, fresh=np.ones((len(tiles), 2), bool), makespan_s=0.0)
+    boxes = np.array([(0, 1, r, side, c, side) for r in range(0, rows, side) for c in range(0, columns, side)])
+    device = np.resize(np.array(devices), len(boxes))
+    return Plan(boxes=boxes, device=device, fresh=np.ones((len(boxes), 2), bool), makespan_s=0.0)
 
 
 def free_port() -> int:

@@ -66,8 +66,8 @@ def cells_of(shape: Shape, fleet: list[Profile]) -> list[int]:
     """Cells that each device gets."""
     made = solve(shape, fleet)
     cells = Counter[int]()
-    for device, tile in zip(made.device.tolist(), made.tiles.tolist(), strict=True):
-        cells[device] += tile[1] * tile[3] * tile[5]
+    for device, box in zip(made.device.tolist(), made.boxes.tolist(), strict=True):
+        cells[device] += box[1] * box[3] * box[5]
     return [cells[device] for device in range(len(fleet))]
 
 
@@ -207,7 +207,7 @@ def test_a_faster_device_does_not_get_less_than_a_slower_one(
     fleet = [replace(slowest, **{figure: getattr(slowest, figure) * factor}) for factor in factors]
     made = solve(Shape(1, rows, 256, columns), fleet)
     ideal_low, ideal_high = {}, {}
-    for device, (_, _, _, height, _, width) in zip(made.device.tolist(), made.tiles.tolist(), strict=True):
+    for device, (_, _, _, height, _, width) in zip(made.device.tolist(), made.boxes.tolist(), strict=True):
         assert device not in ideal_low, "one rectangle each"
         ideal_low[device], ideal_high[device] = (height - 1) * (width - 1), (height + 1) * (width + 1)
     assume(len(ideal_low) > 1)
@@ -250,8 +250,8 @@ def test_a_device_without_memory_gets_nothing() -> None:
 def test_a_device_that_holds_just_one_cell_does_the_product_cell_by_cell() -> None:
     shape = Shape(2, 5, 100, 3)
     made = solve(shape, [replace(common, memory_bytes=one_cell_bytes(shape))])
-    assert (made.tiles[:, 1::2] == 1).all()
-    assert len(made.tiles) == shape.cells
+    assert (made.boxes[:, 1::2] == 1).all()
+    assert len(made.boxes) == shape.cells
 
 
 def test_more_devices_than_cells_are_no_difficulty() -> None:

@@ -1,7 +1,7 @@
 """Promises of ps.planning.packing: every cell exactly once, nobody beyond its memory, never better than the bound,
 near it.
 
-Makespans are recomputed here from the tiles alone, not by the packing's own arithmetic.
+Makespans are recomputed here from the boxes alone, not by the packing's own arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE, Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
-from ps.planning.packing import PackingError, Rates, Tiling, tile
+from ps.planning.packing import PackingError, Rates, Tiling, box
 from ps.planning.planner import Shape
 
 TOKENS = 128 * 1024
@@ -54,7 +54,7 @@ def recomputed_s(tiling: Tiling, shape: Shape, profiles: NDArray[np.void], value
     worst = 0.0
     for device in np.unique(tiling.owner).tolist():
         p = profiles[device]
-        mine = tiling.tiles[tiling.owner == device].astype(float)
+        mine = tiling.boxes[tiling.owner == device].astype(float)
         sides = (mine[:, 1] * (mine[:, 3] + mine[:, 5])).sum()
         cells = (mine[:, 1] * mine[:, 3] * mine[:, 5]).sum()
         down_s = sides * shape.inner * value_bytes * 8 / p["down_bps"]
@@ -65,7 +65,7 @@ def recomputed_s(tiling: Tiling, shape: Shape, profiles: NDArray[np.void], value
 
 
 def solved(shape: Shape, profiles: NDArray[np.void], value_bytes: int = 2) -> Tiling:
-    return tile(Rates.of(profiles, shape.inner, value_bytes), shape.batch, shape.rows, shape.columns)
+    return box(Rates.of(profiles, shape.inner, value_bytes), shape.batch, shape.rows, shape.columns)
 
 
 def powers(low: float, high: float) -> st.SearchStrategy[float]:
@@ -96,11 +96,11 @@ def test_every_cell_is_covered_exactly_once_within_memory_and_not_before_the_bou
     profiles = pack_profiles([*fleet, ABLE])
     tiling = solved(shape, profiles, 4)
     cover = np.zeros((shape.batch, shape.rows, shape.columns), np.int16)
-    for b, bs, r, rs, c, cs in tiling.tiles.tolist():
+    for b, bs, r, rs, c, cs in tiling.boxes.tolist():
         assert min(bs, rs, cs) > 0
         cover[b : b + bs, r : r + rs, c : c + cs] += 1
     assert (cover == 1).all()
-    held = tiling.tiles[:, 3] * tiling.tiles[:, 5]  # a batch is done entry by entry
+    held = tiling.boxes[:, 3] * tiling.boxes[:, 5]  # a batch is done entry by entry
     assert (4 * held <= profiles["memory_bytes"][tiling.owner]).all()
     makespan_s = recomputed_s(tiling, shape, profiles, 4)
     assert makespan_s == pytest.approx(tiling.makespan_s, rel=1e-9)
@@ -110,7 +110,7 @@ def test_every_cell_is_covered_exactly_once_within_memory_and_not_before_the_bou
 def test_more_devices_than_cells_are_no_difficulty() -> None:
     shape = Shape(1, 3, 5, 4)
     tiling = solved(shape, pack_profiles([ABLE] * 100))
-    assert (tiling.tiles[:, 3] * tiling.tiles[:, 5]).sum() == 12
+    assert (tiling.boxes[:, 3] * tiling.boxes[:, 5]).sum() == 12
 
 
 def test_a_fleet_that_can_hold_nothing_is_a_clear_error() -> None:

@@ -16,7 +16,7 @@ import ps.planning.planner
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
 from ps.planning.adapt import LATER, with_newcomers
-from ps.planning.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_tiles, running_cost_models
+from ps.planning.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_boxes, running_cost_models
 from ps.planning.planner import (
     SETTLED,
     SOLVING_S,
@@ -96,7 +96,7 @@ def test_after_the_loss_of_any_device_all_promises_still_hold(problem: Problem, 
     lost = used[[choice % len(used)]]
     left = able[~np.isin(able, lost)]
     for request, plan in zip(wanted, plans, strict=True):
-        before = plan.tiles.tobytes(), plan.device.tobytes(), plan.fresh.tobytes()
+        before = plan.boxes.tobytes(), plan.device.tobytes(), plan.fresh.tobytes()
         if not any(fleet[i].memory_bytes >= one_cell_bytes(request.shape) for i in left):
             if lost[0] in plan.device:
                 with pytest.raises(PlanError, match=r"are lost|none of"):
@@ -104,7 +104,7 @@ def test_after_the_loss_of_any_device_all_promises_still_hold(problem: Problem, 
             continue
         after = adapted(plan, request, lost, table, left)
         assert_keeps_its_promises(after, request.shape, fleet, left)
-        assert (plan.tiles.tobytes(), plan.device.tobytes(), plan.fresh.tobytes()) == before
+        assert (plan.boxes.tobytes(), plan.device.tobytes(), plan.fresh.tobytes()) == before
 
 
 @pytest.mark.slow
@@ -170,12 +170,12 @@ def test_strips_that_grow_or_shrink_with_the_slower_queue_end_no_later_than_equa
     p: Profile, inner: int, h: int, w: int
 ) -> None:
     shape, roomy = Shape(1, h, inner, w), replace(p, memory_bytes=1 << 50, overhead_s=0.0)
-    tiles, _ = cut_tiles(
+    boxes, _ = cut_boxes(
         np.array([[0, 1, 0, h, 0, w]]), np.array([0]), np.array([4]), False, shape, pack_profiles([roomy])
     )
-    assert tiles[0, 2] == 0
-    assert (tiles[1:, 2] == tiles[:-1, 2] + tiles[:-1, 3]).all()
-    assert tiles[-1, 2] + tiles[-1, 3] == h
+    assert boxes[0, 2] == 0
+    assert (boxes[1:, 2] == boxes[:-1, 2] + boxes[:-1, 3]).all()
+    assert boxes[-1, 2] + boxes[-1, 3] == h
 
     def seconds(rows: list[float]) -> float:
         return simulated_s(
@@ -183,7 +183,7 @@ def test_strips_that_grow_or_shrink_with_the_slower_queue_end_no_later_than_equa
         )
 
     one_row_s = seconds([1.0])  # whole rows cost at most this
-    assert seconds(tiles[:, 3].tolist()) <= seconds([h / 4] * 4) + one_row_s
+    assert seconds(boxes[:, 3].tolist()) <= seconds([h / 4] * 4) + one_row_s
 
 
 @settings(calm, max_examples=100)
@@ -274,9 +274,9 @@ def test_short_work_and_a_device_with_little_credit_get_no_strips() -> None:
     quick = replace(common, flops=1e13, down_bps=1e11, up_bps=1e11)
     short = solve(Shape(1, 400, 50, 400), [quick] * 4)
     assert short.makespan_s < 2 * STRIP_S
-    assert len(short.tiles) == len(np.unique(short.device))
+    assert len(short.boxes) == len(np.unique(short.device))
     deferred = solve(Shape(1, 4000, 500, 4000), [replace(common, credit_blocks=1)] * 4)
-    assert len(deferred.tiles) == len(np.unique(deferred.device))
+    assert len(deferred.boxes) == len(np.unique(deferred.device))
 
 
 def test_strips_end_sooner_than_whole_rectangles() -> None:
@@ -290,7 +290,7 @@ def test_a_slab_that_will_be_used_again_may_be_larger(left_uses: int, right_uses
     shape, fleet = Shape(1, 1024, 256, 1024), [replace(common, credit_blocks=1, up_bps=1e9, flops=1e12)] * 64
     once, often = solve(shape, fleet), solve(shape, fleet, left_uses, right_uses)
     kept = 5 if right_uses > 1 else 3
-    assert often.tiles[:, kept].mean() > 2 * once.tiles[:, kept].mean()
+    assert often.boxes[:, kept].mean() > 2 * once.boxes[:, kept].mean()
     assert often.makespan_s > once.makespan_s, "the first time, all must be downloaded"
 
 
@@ -322,7 +322,7 @@ def test_a_lost_device_moves_only_its_neighbours() -> None:
     assert_keeps_its_promises(after, shape, fleet, able)
 
     def rectangles(plan: Plan) -> dict[int, list[list[int]]]:
-        return {i: plan.tiles[plan.device == i].tolist() for i in set(plan.device.tolist())}
+        return {i: plan.boxes[plan.device == i].tolist() for i in set(plan.device.tolist())}
 
     moved = [i for i, mine in rectangles(after).items() if rectangles(before).get(i) != mine]
     assert 0 < len(moved) <= 20
@@ -381,7 +381,7 @@ def test_a_plan_that_has_cost_as_much_as_a_new_one_is_made_anew() -> None:
         anew = Planner().plan(wanted, table, np.arange(left))[0]
         plan = planner.plan(wanted, table, np.arange(left))[0]
         assert set(plan.device.tolist()) <= set(range(left))
-        if np.array_equal(plan.tiles, anew.tiles):
+        if np.array_equal(plan.boxes, anew.boxes):
             break
         wasted_s += max(0.0, plan.makespan_s - solved_s)
         assert wasted_s <= SOLVING_S
@@ -400,7 +400,7 @@ def test_whoever_is_slower_than_it_said_is_taken_out_of_plans_and_may_help_elsew
         corrected[rate][slow] /= 20
     after = planner.plan(wanted, corrected, able, {slow: 1})[0]
     assert_keeps_its_promises(after, wanted[0].shape, [Profile(*row) for row in corrected.tolist()], able)
-    mine = [int((plan.tiles[:, 3] * plan.tiles[:, 5])[plan.device == slow].sum()) for plan in (before, after)]
+    mine = [int((plan.boxes[:, 3] * plan.boxes[:, 5])[plan.device == slow].sum()) for plan in (before, after)]
     assert mine[1] < mine[0] / 5
     assert planner.plan(wanted, corrected, able, {slow: 1})[0] is after, "known by now"
 

@@ -74,14 +74,14 @@ def test_lost_rectangles_are_covered_exactly_once(
     sent_s = rng.uniform(0, 5, (3, devices)) * rng.integers(0, 2, devices)
     all_s = sent_s + rng.uniform(0, 5, (3, devices)) * rng.integers(0, 2, devices)
     table = fleet_profiles("extreme", devices, seed)
-    tiles, owner, of = recut(lost, 64, table, sent_s, all_s, float(rng.uniform(0, 9)), most)
+    boxes, owner, of = recut(lost, 64, table, sent_s, all_s, float(rng.uniform(0, 9)), most)
     assert ((owner >= 0) & (owner < devices)).all()
     cover = np.zeros((50, 70, 400), np.int8)
-    for b, bs, r, rs, c, cs in tiles.tolist():
+    for b, bs, r, rs, c, cs in boxes.tolist():
         cover[b : b + bs, r : r + rs, c : c + cs] += 1
-    for number, (b, bs, r, rs, c, cs) in enumerate(tile.tolist() for tile in lost):
+    for number, (b, bs, r, rs, c, cs) in enumerate(box.tolist() for box in lost):
         assert (cover[b : b + bs, r : r + rs, c : c + cs] == 1).all()
-        assert tiles[of == number][:, [1, 3, 5]].prod(axis=1).sum() == bs * rs * cs
+        assert boxes[of == number][:, [1, 3, 5]].prod(axis=1).sum() == bs * rs * cs
         cover[b : b + bs, r : r + rs, c : c + cs] = 0
     assert not cover.any()
 
@@ -91,9 +91,9 @@ def test_nobody_ends_much_later_than_need_be_and_the_idle_do_most() -> None:
     profile, shape = Profile(1e12, 0.0, 1e9, 1e8, 0.0, 1 << 40, 4), Shape(1, 800, 100, 800)
     table, busy_s = pack_profiles([profile] * 20), np.tile(np.repeat([10.0, 0.0], 10), (3, 1))
     lost = [np.array([0, 1, 0, 800, 0, 800])]
-    tiles, owner, _ = recut(lost, shape.inner, table, busy_s, busy_s, 10.0, 64)
-    sides = tiles[:, 3] + tiles[:, 5]
-    down_s, compute_s, up_s = queue_seconds(table, owner, shape, 1, tiles[:, 3], tiles[:, 5], sides)
+    boxes, owner, _ = recut(lost, shape.inner, table, busy_s, busy_s, 10.0, 64)
+    sides = boxes[:, 3] + boxes[:, 5]
+    down_s, compute_s, up_s = queue_seconds(table, owner, shape, 1, boxes[:, 3], boxes[:, 5], sides)
     ends_s = busy_s[0][owner] + np.bincount(owner, down_s + compute_s + up_s, 20)[owner]
     assert ends_s.max() <= 1.2 * LATER * 10.0
     assert set(owner.tolist()) <= set(range(10, 20)), "the others would be back later"
@@ -107,9 +107,9 @@ COMMON = Profile(1e12, 0.0, 1e7, 1e7, 0.0, 1 << 40, 1)
 def columns_of(dispatcher: Dispatcher, each: list[int]) -> None:
     """One product, in equal columns of a block: so many for each device."""
     owner = np.repeat(np.arange(len(each)), each)
-    tiles = np.array([(0, 1, 0, 50, 50 * i, 50) for i in range(len(owner))])
+    boxes = np.array([(0, 1, 0, 50, 50 * i, 50) for i in range(len(owner))])
     shape = Shape(1, 50, 50, 50 * len(owner))
-    plan = Plan(tiles, owner, np.ones((len(owner), 2), np.bool_), 1.0)
+    plan = Plan(boxes, owner, np.ones((len(owner), 2), np.bool_), 1.0)
     dispatcher.handle(JobsSubmitted([Submission(0, Request(shape), True, plan)]))
     dispatcher.check()
 

@@ -65,9 +65,9 @@ def columns(answers: Iterable[Answer]) -> tuple[list[int], list[int], list[int]]
     return [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]
 
 
-def plan_of(tiles: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tuple[int, int]] | None = None) -> Plan:
-    new = np.ones((len(tiles), 2), bool) if fresh is None else np.array(fresh, bool)
-    return Plan(tiles=np.array(tiles), device=np.array(devices), fresh=new, makespan_s=1.0)
+def plan_of(boxes: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tuple[int, int]] | None = None) -> Plan:
+    new = np.ones((len(boxes), 2), bool) if fresh is None else np.array(fresh, bool)
+    return Plan(boxes=np.array(boxes), device=np.array(devices), fresh=new, makespan_s=1.0)
 
 
 Range = tuple[int, int, int, int]  # batch from, to; outer from, to
@@ -123,9 +123,9 @@ class Charges:
 
 
 def _range(job: Job, block: int, side: int) -> Range:
-    tile: list[int] = job.tiles[block].tolist()
-    low = tile[2 + 2 * side]
-    return tile[0], tile[0] + tile[1], low, low + tile[3 + 2 * side]
+    box: list[int] = job.boxes[block].tolist()
+    low = box[2 + 2 * side]
+    return box[0], box[0] + box[1], low, low + box[3 + 2 * side]
 
 
 def _outer(job: Job, block: int, side: int) -> int:
@@ -149,7 +149,7 @@ class World:
         self.kept: dict[int, Kept] = {}
         self.finished: list[int] = []
         self.accepted: dict[int, NDArray[np.int64]] = {}  # how often each cell of each job was accepted
-        self.flying: defaultdict[int, dict[Key, list[int]]] = defaultdict(dict)  # device -> key -> tile
+        self.flying: defaultdict[int, dict[Key, list[int]]] = defaultdict(dict)  # device -> key -> box
         self.past: list[Answer] = []  # answers that must not count any more
         self.log: list[Instruction] = []
         self.owner: dict[Key, int] = {}
@@ -275,15 +275,15 @@ class World:
 
     def _sent(self, device: int, job_id: int, block: int) -> None:
         job = self.dispatcher._state.jobs[job_id]
-        tile: list[int] = job.tiles[block].tolist()
-        self.flying[device][job_id, block] = tile
+        box: list[int] = job.boxes[block].tolist()
+        self.flying[device][job_id, block] = box
         self.streamed += job.chunk[block] < job.shape.inner
         for side, operand in enumerate(self.kept[job_id]):
             if job.kept[block] >> side & 1:
                 assert operand is not None
                 assert job.chunk[block] == job.shape.inner, "a streamed block leaves nothing on its device"
                 if operand in self.dispatcher._assignments.slabs.of:  # not forgotten since
-                    size = 4 * job.shape.inner * tile[3 + 2 * side]
+                    size = 4 * job.shape.inner * box[3 + 2 * side]
                     self.slabs[device][operand] = max(size, self.slabs[device].get(operand, 0))
         assert 2 * sum(self.slabs[device].values()) <= self.profiles[device].memory_bytes, f"device {device} keeps more"
 
@@ -319,7 +319,7 @@ class World:
             if any(self.profiles[d].memory_bytes >= one_cell_bytes(shape) for d in self.alive):
                 cover = self.accepted[job].copy()
                 record = self.dispatcher._state.jobs[job]
-                for (b, bs, r, rs, c, cs), state in zip(record.tiles.tolist(), record.state, strict=True):
+                for (b, bs, r, rs, c, cs), state in zip(record.boxes.tolist(), record.state, strict=True):
                     if state in (PENDING, IN_FLIGHT):
                         cover[b : b + bs, r : r + rs, c : c + cs] += 1
                 assert (cover == 1).all(), f"job {job} waits although an able device lives"
@@ -1053,8 +1053,8 @@ def test_a_block_of_a_kept_slab_is_not_stolen() -> None:
 def test_a_strip_is_charged_once() -> None:
     """A device that gets several blocks with the same rows downloads those rows with the first of them."""
     world = two_devices()
-    tiles = [(0, 1, 0, 32, 0, 16), (0, 1, 0, 32, 16, 16), (0, 1, 0, 32, 32, 16), (0, 1, 32, 32, 0, COLUMNS)]
-    given = plan_of(tiles, [0, 0, 0, 1], [(1, 1), (0, 1), (0, 1), (1, 1)])
+    boxes = [(0, 1, 0, 32, 0, 16), (0, 1, 0, 32, 16, 16), (0, 1, 0, 32, 32, 16), (0, 1, 32, 32, 0, COLUMNS)]
+    given = plan_of(boxes, [0, 0, 0, 1], [(1, 1), (0, 1), (0, 1), (1, 1)])
     assert charged(world, given=given, kept=(None, None)) == [
         4 * INNER * (32 + 16),
         4 * INNER * 16,
@@ -1065,8 +1065,8 @@ def test_a_strip_is_charged_once() -> None:
 
 def test_a_strip_of_streamed_blocks_is_charged_every_time() -> None:
     world, inner = two_devices(memory_bytes=400_000), 4000
-    tiles = [(0, 1, 0, 64, 0, 24), (0, 1, 0, 64, 24, 24)]
-    assert charged(world, given=plan_of(tiles, [0, 0], [(1, 1), (0, 1)]), inner=inner) == [4 * inner * (64 + 24)] * 2
+    boxes = [(0, 1, 0, 64, 0, 24), (0, 1, 0, 64, 24, 24)]
+    assert charged(world, given=plan_of(boxes, [0, 0], [(1, 1), (0, 1)]), inner=inner) == [4 * inner * (64 + 24)] * 2
 
 
 def test_a_lost_block_is_charged_in_full_where_it_goes() -> None:
@@ -1076,7 +1076,7 @@ def test_a_lost_block_is_charged_in_full_where_it_goes() -> None:
     job = world.dispatcher._state.jobs[0]
     assert len(job.state) > 2
     for block in range(2, len(job.state)):
-        _, _, _, rows, _, cols = job.tiles[block].tolist()
+        _, _, _, rows, _, cols = job.boxes[block].tolist()
         assert job.down_bytes[block] == 4 * INNER * (rows + cols)
 
 
@@ -1088,11 +1088,11 @@ def flying_key(d: Dispatcher, device: int = 0) -> Key:
 
 
 def _stretch(d: Dispatcher) -> None:
-    d._state.jobs[0].tiles[0, 3] += 1
+    d._state.jobs[0].boxes[0, 3] += 1
 
 
 def _shrink(d: Dispatcher) -> None:
-    d._state.jobs[0].tiles[0, 3] -= 1
+    d._state.jobs[0].boxes[0, 3] -= 1
 
 
 def _cut_for_nothing(d: Dispatcher) -> None:

@@ -141,8 +141,8 @@ class Clockwork:
     def submit(self, devices: list[int]) -> list[int]:
         """A product in as many equal parts; its blocks."""
         height = SHAPE.rows // len(devices)
-        tiles = np.array([(0, 1, height * i, height, 0, SHAPE.columns) for i in range(len(devices))])
-        plan = Plan(tiles, np.array(devices), np.ones((len(devices), 2), bool), 1.0)
+        boxes = np.array([(0, 1, height * i, height, 0, SHAPE.columns) for i in range(len(devices))])
+        plan = Plan(boxes, np.array(devices), np.ones((len(devices), 2), bool), 1.0)
         self.dispatcher.handle(JobsSubmitted([Submission(self.job, Request(SHAPE), True, plan)]), self.now_s)
         self.dispatcher.check()
         return list(range(len(devices)))
@@ -285,7 +285,7 @@ def shares(world: Clockwork, shape: Shape) -> NDArray[np.int64]:
     dispatcher = world.dispatcher
     dispatcher._beliefs.correct(world.now_s)
     (plan,) = dispatcher._planner.plan([Request(shape)], dispatcher.profiles, np.arange(6), dispatcher._beliefs.revised)
-    return np.bincount(plan.device, plan.tiles[:, 3] * plan.tiles[:, 5], 6).astype(np.int64)
+    return np.bincount(plan.device, plan.boxes[:, 3] * plan.boxes[:, 5], 6).astype(np.int64)
 
 
 def overtake(world: Clockwork) -> None:
@@ -399,13 +399,13 @@ def test_pieces_that_were_never_sent_are_in_nobodys_way_in_the_records() -> None
     live.sent(np.arange(4, dtype=np.uint32), 5)
     world.now_s = world.dispatcher._deadlines.next_s
     world.dispatcher.handle(TimePassed(), world.now_s)
-    assert len(job.tiles) > 4, "all are busy: pieces wait"
+    assert len(job.boxes) > 4, "all are busy: pieces wait"
     records = Records()
     answers = np.zeros(2, ANSWER)
     answers["job"] = [0, 1]
     records.answered(answers, [0, 1, 2, 3], 9)
-    records.finished(0, "product", 1, SHAPE, job.tiles, live.stamps(len(job.tiles)))
-    records.finished(1, "product", 1, SHAPE, job.tiles[:1], np.full(1, 5, np.uint64))
+    records.finished(0, "product", 1, SHAPE, job.boxes, live.stamps(len(job.boxes)))
+    records.finished(1, "product", 1, SHAPE, job.boxes[:1], np.full(1, 5, np.uint64))
     assert records.columns()["sent_s"].tolist() == [0.0, 0.0]
 
 
@@ -433,8 +433,8 @@ def test_what_a_given_plan_queues_at_a_suspect_is_done_by_others() -> None:
 
 def test_of_a_firm_plan_nobody_gets_what_another_is_to_do_while_that_one_lives() -> None:
     """However slow it looks, and whoever is idle: it is for comparisons."""
-    tiles = np.array([(0, 1, 10 * i, 10, 0, SHAPE.columns) for i in range(6)] + [(0, 1, 60, 4, 0, SHAPE.columns)])
-    plan = Plan(tiles, np.array([0] * 6 + [1]), np.ones((7, 2), bool), 1.0)
+    boxes = np.array([(0, 1, 10 * i, 10, 0, SHAPE.columns) for i in range(6)] + [(0, 1, 60, 4, 0, SHAPE.columns)])
+    plan = Plan(boxes, np.array([0] * 6 + [1]), np.ones((7, 2), bool), 1.0)
 
     def sent(out: list[object]) -> list[tuple[int, int]]:
         return [key for i in out if isinstance(i, SendBlocks) for key in zip(i.devices, i.blocks, strict=True)]

@@ -72,9 +72,9 @@ def numbers(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def plan_of(tiles: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tuple[int, int]] | None = None) -> Plan:
-    new = np.ones((len(tiles), 2), bool) if fresh is None else np.array(fresh, bool)
-    return Plan(tiles=np.array(tiles), device=np.array(devices), fresh=new, makespan_s=0.0)
+def plan_of(boxes: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tuple[int, int]] | None = None) -> Plan:
+    new = np.ones((len(boxes), 2), bool) if fresh is None else np.array(fresh, bool)
+    return Plan(boxes=np.array(boxes), device=np.array(devices), fresh=new, makespan_s=0.0)
 
 
 class Puppet:
@@ -206,9 +206,9 @@ def test_many_products_leave_nothing_on_a_device(serve: Serve, puppet_at: Any, u
     server = serve(heartbeat_s=0.1)
     puppet: Puppet = puppet_at(server, credit=3)
     for seed in range(5):
-        tiles = [(0, 1, r, 8, c, 8) for r in range(0, 24, 8) for c in range(0, 32, 8)]
+        boxes = [(0, 1, r, 8, c, 8) for r in range(0, 24, 8) for c in range(0, 32, 8)]
         left, right = Operand(numbers(1, 24, 7, seed=seed)), Operand(numbers(1, 32, 7, seed=9 + seed))
-        product = Multiplication(server, left, right, plan_of(tiles, [0] * len(tiles)))
+        product = Multiplication(server, left, right, plan_of(boxes, [0] * len(boxes)))
         puppet.serve(product)
         product.check()
     while puppet.operands.bytes:
@@ -225,12 +225,12 @@ def test_a_kept_slab_travels_once_and_is_dropped_when_it_is_forgotten(
     server = serve(heartbeat_s=0.1)
     puppet: Puppet = puppet_at(server, devices=devices)
     weight = Operand(numbers(1, 48, 24), uses=2)
-    tiles = [(0, 1, 16 * i, 16, 0, 48) for i in range(devices)]
+    boxes = [(0, 1, 16 * i, 16, 0, 48) for i in range(devices)]
     sent = []
     for seed in range(2):
         before = server.totals.sent_bytes
         left = Operand(numbers(1, 16 * devices, 24, seed=1 + seed))
-        product = Multiplication(server, left, weight, plan_of(tiles, list(range(devices))))
+        product = Multiplication(server, left, weight, plan_of(boxes, list(range(devices))))
         puppet.serve(product)
         product.check()
         sent.append(server.totals.sent_bytes - before)

@@ -24,7 +24,7 @@ from ps.transport.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, 
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
-Tile = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column, columns
+Box = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column, columns
 
 # ---- both ends of a connection
 
@@ -39,15 +39,15 @@ class Line:
         self.piece_ids = count()
         self.parcels: list[Parcel] = []
 
-    def send(self, job: int, operands: tuple[Operand, Operand], tiles: Sequence[Tile], blocks: Sequence[int]) -> None:
+    def send(self, job: int, operands: tuple[Operand, Operand], boxes: Sequence[Box], blocks: Sequence[int]) -> None:
         """Bring these blocks over, and check what the other side makes of each."""
-        devices, down_bytes = np.arange(len(tiles)) % 3, 1000 + np.arange(len(tiles))
+        devices, down_bytes = np.arange(len(boxes)) % 3, 1000 + np.arange(len(boxes))
         held = self._held.setdefault(job, (Held(), Held()))
         arrived: list[tuple[int, int, int]] = []
         for parcel in parcels(
             job,
             operands,
-            np.array(tiles),
+            np.array(boxes),
             np.array(blocks),
             devices,
             down_bytes,
@@ -61,8 +61,8 @@ class Line:
                 arrived.append((row[0], row[2], row[14]))
                 product = self.receiver.product(row, NumpyKernel())
                 assert product is not None
-                tile = tiles[blocks.index(row[2])]
-                assert np.array_equal(product.reshape(tile[1::2]), expected_of(operands, tile))
+                box = boxes[blocks.index(row[2])]
+                assert np.array_equal(product.reshape(box[1::2]), expected_of(operands, box))
         assert sorted(arrived) == sorted(zip(devices.tolist(), blocks, down_bytes.tolist(), strict=True))
 
     def bring(self, parcel: Parcel) -> list[BlockRow]:
@@ -76,8 +76,8 @@ class Line:
         self.receiver.accept(transmit(Work(1, pieces, np.empty(0, PIECE), np.empty(0, BLOCK), [])))
 
 
-def expected_of(operands: tuple[Operand, Operand], tile: Tile) -> Array:
-    b, bs, r, rs, c, cs = tile
+def expected_of(operands: tuple[Operand, Operand], box: Box) -> Array:
+    b, bs, r, rs, c, cs = box
     product: Array = operands[0].array[b : b + bs, r : r + rs] @ operands[1].array[b : b + bs, c : c + cs].transpose(
         0, 2, 1
     )
@@ -124,14 +124,14 @@ shapes = st.builds(Shape, st.integers(1, 4), st.integers(1, 12), st.integers(1, 
 
 
 @st.composite
-def halves(draw: st.DrawFn, tile: Tile) -> tuple[Tile, Tile] | None:
-    """The tile cut in two anywhere along any axis; None if it is one cell."""
-    axes = [axis for axis in (0, 2, 4) if tile[axis + 1] > 1]
+def halves(draw: st.DrawFn, box: Box) -> tuple[Box, Box] | None:
+    """The box cut in two anywhere along any axis; None if it is one cell."""
+    axes = [axis for axis in (0, 2, 4) if box[axis + 1] > 1]
     if not axes:
         return None
     axis = draw(st.sampled_from(axes))
-    at = draw(st.integers(1, tile[axis + 1] - 1))
-    first, second = list(tile), list(tile)
+    at = draw(st.integers(1, box[axis + 1] - 1))
+    first, second = list(box), list(box)
     first[axis + 1] = at
     second[axis] += at
     second[axis + 1] -= at
@@ -140,22 +140,22 @@ def halves(draw: st.DrawFn, tile: Tile) -> tuple[Tile, Tile] | None:
     return (b0, bs0, r0, rs0, c0, cs0), (b1, bs1, r1, rs1, c1, cs1)
 
 
-def whole(shape: Shape) -> Tile:
+def whole(shape: Shape) -> Box:
     return 0, shape.batch, 0, shape.rows, 0, shape.columns
 
 
 @st.composite
-def any_tiling(draw: st.DrawFn, shape: Shape) -> list[Tile]:
-    tiles = [whole(shape)]
+def any_tiling(draw: st.DrawFn, shape: Shape) -> list[Box]:
+    boxes = [whole(shape)]
     for _ in range(draw(st.integers(0, 12))):
-        tile = tiles.pop(draw(st.integers(0, len(tiles) - 1)))
-        both = draw(halves(tile))
-        tiles += [tile] if both is None else both
-    return tiles
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        both = draw(halves(box))
+        boxes += [box] if both is None else both
+    return boxes
 
 
 @st.composite
-def grids(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+def grids(draw: st.DrawFn, shape: Shape) -> list[Box]:
     def intervals(length: int) -> list[tuple[int, int]]:
         cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=5))) if length > 1 else []
         return [(a, b - a) for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
@@ -165,17 +165,17 @@ def grids(draw: st.DrawFn, shape: Shape) -> list[Tile]:
 
 
 @st.composite
-def planned(draw: st.DrawFn, shape: Shape) -> list[Tile]:
+def planned(draw: st.DrawFn, shape: Shape) -> list[Box]:
     """What the planner makes of it for some fleet."""
     speeds = draw(st.lists(st.sampled_from([1e6, 3e6, 1e7, 1e9]), min_size=1, max_size=12))
     fleet = pack_profiles([Profile(flops, 1e-4, 1e7, 1e6, 0.0, 1 << 30, 2) for flops in speeds])
-    return [tuple(tile) for tile in grid_plan(shape, fleet, np.zeros(len(fleet))).tiles.tolist()]
+    return [tuple(box) for box in grid_plan(shape, fleet, np.zeros(len(fleet))).boxes.tolist()]
 
 
 @st.composite
-def in_calls(draw: st.DrawFn, tiles: list[Tile], max_calls: int = 4) -> list[list[int]]:
-    """The tiles' numbers in any order, divided over several calls; some tiles may go to somebody else."""
-    order = draw(st.permutations(range(len(tiles))))[: draw(st.integers(1, len(tiles)))]
+def in_calls(draw: st.DrawFn, boxes: list[Box], max_calls: int = 4) -> list[list[int]]:
+    """The boxes' numbers in any order, divided over several calls; some boxes may go to somebody else."""
+    order = draw(st.permutations(range(len(boxes))))[: draw(st.integers(1, len(boxes)))]
     calls: list[list[int]] = [[] for _ in range(max_calls)]
     for number in order:
         calls[draw(st.integers(0, max_calls - 1))].append(number)
@@ -192,13 +192,13 @@ def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) ->
     """Any product, layout, tiling and order of sending; some blocks are cut again afterwards and sent anew."""
     shape = data.draw(shapes)
     operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
-    tiles = data.draw(any_tiling(shape))
+    boxes = data.draw(any_tiling(shape))
     line = Line(apart=data.draw(st.booleans()))
-    for call in data.draw(in_calls(tiles)):
-        line.send(7, operands, [tiles[n] for n in call], call)
-        again = data.draw(halves(tiles[call[0]]))
+    for call in data.draw(in_calls(boxes)):
+        line.send(7, operands, [boxes[n] for n in call], call)
+        again = data.draw(halves(boxes[call[0]]))
         if again is not None:
-            line.send(7, operands, list(again), [len(tiles), len(tiles) + 1])
+            line.send(7, operands, list(again), [len(boxes), len(boxes) + 1])
 
 
 @settings(calm, max_examples=60)
@@ -208,14 +208,14 @@ def test_messages_stay_small_and_complete_whatever_the_limits(
 ) -> None:
     shape = data.draw(shapes)
     operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
-    tiles = data.draw(any_tiling(shape))
-    largest = max(4 * shape.inner * bs * (rs + cs) for _, bs, _, rs, _, cs in tiles)
+    boxes = data.draw(any_tiling(shape))
+    largest = max(4 * shape.inner * bs * (rs + cs) for _, bs, _, rs, _, cs in boxes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ps.transport.operands.MESSAGE_BYTES", message_bytes)
         patch.setattr("ps.transport.operands.MESSAGE_PIECES", message_pieces)
         line = Line()
-        for call in data.draw(in_calls(tiles)):
-            line.send(0, operands, [tiles[n] for n in call], call)
+        for call in data.draw(in_calls(boxes)):
+            line.send(0, operands, [boxes[n] for n in call], call)
     for parcel in line.parcels:
         assert len(parcel.blocks) > 0
         assert len(parcel.pieces) == len(parcel.data) <= message_pieces
@@ -224,9 +224,9 @@ def test_messages_stay_small_and_complete_whatever_the_limits(
 
 def test_a_thousand_scattered_blocks_fit_the_frames_of_the_protocol() -> None:
     shape = Shape(1, 2000, 2, 2000)
-    tiles = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(1000)]
+    boxes = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(1000)]
     line = Line()
-    line.send(0, operands_of(shape), tiles, range(1000))  # would be refused by the other side
+    line.send(0, operands_of(shape), boxes, range(1000))  # would be refused by the other side
     assert max(len(parcel.pieces) for parcel in line.parcels) == MESSAGE_PIECES
 
 
@@ -234,10 +234,10 @@ def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = Shape(1, 80, 4, 80)
-    tiles = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(40)]  # nothing in common: each brings 2 x 4 values
+    boxes = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(40)]  # nothing in common: each brings 2 x 4 values
     monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 5 * 32)
     line = Line()
-    line.send(0, operands_of(shape), tiles, range(40))
+    line.send(0, operands_of(shape), boxes, range(40))
     sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
     assert sum(sizes) == 40 * 32
     assert 5 * 32 <= max(sizes) <= 6 * 32
@@ -256,11 +256,11 @@ def test_a_device_with_a_line_of_its_own_gets_the_strips_of_a_rectangle_one_by_o
 # ---- nothing travels twice
 
 
-def needed_bytes(shape: Shape, tiles: Sequence[Tile]) -> int:
-    """Every cell of an operand that some tile needs, once."""
+def needed_bytes(shape: Shape, boxes: Sequence[Box]) -> int:
+    """Every cell of an operand that some box needs, once."""
     left = np.zeros((shape.batch, shape.rows), bool)
     right = np.zeros((shape.batch, shape.columns), bool)
-    for b, bs, r, rs, c, cs in tiles:
+    for b, bs, r, rs, c, cs in boxes:
         left[b : b + bs, r : r + rs] = right[b : b + bs, c : c + cs] = True
     return 4 * shape.inner * int(left.sum() + right.sum())
 
@@ -269,11 +269,11 @@ def needed_bytes(shape: Shape, tiles: Sequence[Tile]) -> int:
 @given(data=st.data())
 def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    tiles = data.draw(grids(shape))
+    boxes = data.draw(grids(shape))
     line, sent = Line(), []
-    for call in data.draw(in_calls(tiles)):
-        line.send(0, operands_of(shape), [tiles[n] for n in call], call)
-        sent += [tiles[n] for n in call]
+    for call in data.draw(in_calls(boxes)):
+        line.send(0, operands_of(shape), [boxes[n] for n in call], call)
+        sent += [boxes[n] for n in call]
         assert line.receiver.bytes == needed_bytes(shape, sent)
 
 
@@ -282,11 +282,11 @@ def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st
 @given(data=st.data())
 def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    tiles = data.draw(planned(shape))
-    (call,) = data.draw(in_calls(tiles, max_calls=1))
+    boxes = data.draw(planned(shape))
+    (call,) = data.draw(in_calls(boxes, max_calls=1))
     line = Line()
-    line.send(0, operands_of(shape), [tiles[n] for n in call], call)
-    assert line.receiver.bytes == needed_bytes(shape, [tiles[n] for n in call])
+    line.send(0, operands_of(shape), [boxes[n] for n in call], call)
+    assert line.receiver.bytes == needed_bytes(shape, [boxes[n] for n in call])
 
 
 @pytest.mark.slow
@@ -295,12 +295,12 @@ def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataOb
 def test_a_plan_in_several_calls_sends_at_most_what_each_call_needs(data: st.DataObject) -> None:
     """A pod's devices are served one by one as they become free; a block across held pieces brings its range anew."""
     shape = data.draw(shapes)
-    tiles = data.draw(planned(shape))
+    boxes = data.draw(planned(shape))
     line, sent, at_most = Line(), [], 0
-    for call in data.draw(in_calls(tiles)):
-        line.send(0, operands_of(shape), [tiles[n] for n in call], call)
-        sent += [tiles[n] for n in call]
-        at_most += needed_bytes(shape, [tiles[n] for n in call])
+    for call in data.draw(in_calls(boxes)):
+        line.send(0, operands_of(shape), [boxes[n] for n in call], call)
+        sent += [boxes[n] for n in call]
+        at_most += needed_bytes(shape, [boxes[n] for n in call])
         assert needed_bytes(shape, sent) <= line.receiver.bytes <= at_most
 
 
@@ -338,17 +338,17 @@ def test_releasing_every_job_frees_every_byte_and_disturbs_no_other_job(data: st
         shape = data.draw(shapes)
         jobs[job] = operands_of(shape), data.draw(any_tiling(shape))
     sizes = {}
-    for job, (operands, tiles) in jobs.items():
+    for job, (operands, boxes) in jobs.items():
         before = line.receiver.bytes
-        line.send(job, operands, tiles, range(len(tiles)))
+        line.send(job, operands, boxes, range(len(boxes)))
         sizes[job] = line.receiver.bytes - before
         assert sizes[job] > 0
     for job in data.draw(st.permutations(list(jobs))):
         line.release(job)
         del jobs[job], sizes[job]
         assert line.receiver.bytes == sum(sizes.values())
-        for other, (operands, tiles) in jobs.items():
-            line.send(other, operands, tiles, range(len(tiles)))
+        for other, (operands, boxes) in jobs.items():
+            line.send(other, operands, boxes, range(len(boxes)))
     assert line.receiver.bytes == 0
 
 
@@ -394,28 +394,28 @@ def assert_empty(receiver: Operands) -> None:
 
 
 @st.composite
-def long_products(draw: st.DrawFn) -> tuple[Shape, Tile, int]:
+def long_products(draw: st.DrawFn) -> tuple[Shape, Box, int]:
     """A product, a rectangle of it, and how much of the inner dimension comes at a time: never all of it."""
     shape = draw(st.builds(Shape, st.integers(1, 3), st.integers(1, 8), st.integers(2, 40), st.integers(1, 8)))
-    tile = draw(st.sampled_from(draw(any_tiling(shape))))
-    return shape, tile, draw(st.integers(1, shape.inner - 1))
+    box = draw(st.sampled_from(draw(any_tiling(shape))))
+    return shape, box, draw(st.integers(1, shape.inner - 1))
 
 
 @pytest.mark.slow
 @settings(calm, max_examples=150)
 @given(product=long_products(), left=layouts, right=layouts, kernel=kernels)
 def test_a_block_in_chunks_is_the_block_in_one_piece(
-    product: tuple[Shape, Tile, int], left: str, right: str, kernel: Kernel
+    product: tuple[Shape, Box, int], left: str, right: str, kernel: Kernel
 ) -> None:
     """Values are not small integers here: chunks are added up in float32, in another order than one product is."""
-    shape, tile, length = product
+    shape, box, length = product
     rng = np.random.default_rng(0)
     operands = (
         Operand(LAYOUTS[left](rng.standard_normal((shape.batch, shape.rows, shape.inner), dtype=np.float32))),
         Operand(LAYOUTS[right](rng.standard_normal((shape.batch, shape.columns, shape.inner), dtype=np.float32))),
     )
     line, results = Line(), []
-    for parcel in streamed(7, operands, tile, 3, 2, length, line.piece_ids):
+    for parcel in streamed(7, operands, box, 3, 2, length, line.piece_ids):
         (row,) = line.bring(parcel)
         assert row[:3] == (2, 7, 3)
         assert row[14] == sum(d.nbytes for d in parcel.data)
@@ -426,16 +426,16 @@ def test_a_block_in_chunks_is_the_block_in_one_piece(
     assert len(results) == -(-shape.inner // length)
     assert before == [None] * len(before), "an answer before the last chunk"
     assert last is not None
-    np.testing.assert_allclose(last.reshape(tile[1::2]), expected_of(operands, tile), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(last.reshape(box[1::2]), expected_of(operands, box), rtol=1e-5, atol=1e-5)
     assert_empty(line.receiver)
 
 
 @settings(calm, max_examples=80)
 @given(product=long_products())
-def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tuple[Shape, Tile, int]) -> None:
-    shape, tile, length = product
-    sent = list(streamed(0, operands_of(shape), tile, 0, 0, length, count()))
-    assert sum(d.nbytes for parcel in sent for d in parcel.data) == needed_bytes(shape, [tile])
+def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tuple[Shape, Box, int]) -> None:
+    shape, box, length = product
+    sent = list(streamed(0, operands_of(shape), box, 0, 0, length, count()))
+    assert sum(d.nbytes for parcel in sent for d in parcel.data) == needed_bytes(shape, [box])
     inner = [int(parcel.pieces["inner"][0]) for parcel in sent]
     assert sum(inner) == shape.inner
     assert max(inner) <= length

@@ -38,17 +38,17 @@ from ps.verification.recompute import (
 from ps.verification.rounding import EPSILON, TINY, Floats, floor, norms, upper
 from ps.verification.sketch import PATCH, Energies, Expectation, box_sums, grid_bounds, random_vector, sums_of
 from ps.verification.verifier import AGAIN_TERMS, EXAMINED_TERMS, MOST_SUSPECTS, OWN_TERMS, Findings, Verifier
-from testbed.bench.here import MOST_BLOCKS, Enough, Training, plainly, random_tiles
+from testbed.bench.here import MOST_BLOCKS, Enough, Training, plainly, random_boxes
 from testbed.bench.honest import Honest, all_kernels
 from testbed.runs.run import loss_difference
 
 Array = NDArray[np.float32]
 
 
-def check(left: Array, right: Array, out: Array, tiles: Integers, seed: int = 0) -> Findings:
-    """Every tile by a device of its own."""
-    expected, devices = Expectation.of(left, right, tiles, seed), np.arange(len(tiles))
-    return Verifier(seed).check(left, right, out, tiles, devices, expected, len(tiles))
+def check(left: Array, right: Array, out: Array, boxes: Integers, seed: int = 0) -> Findings:
+    """Every box by a device of its own."""
+    expected, devices = Expectation.of(left, right, boxes, seed), np.arange(len(boxes))
+    return Verifier(seed).check(left, right, out, boxes, devices, expected, len(boxes))
 
 
 def watch(model_name: str, steps: int, look: Callable[[Product], None]) -> None:
@@ -83,10 +83,10 @@ def test_real_activations_and_gradients_are_well_within_the_level(model_name: st
     loudest: list[float] = []
 
     def look(product: Product) -> None:
-        left, right, tiles = product.left.array, product.right.array, quarters(product)
-        energies = Energies.of(Expectation.of(left, right, tiles, len(loudest)), product.out, tiles)
+        left, right, boxes = product.left.array, product.right.array, quarters(product)
+        energies = Energies.of(Expectation.of(left, right, boxes, len(loudest)), product.out, boxes)
         loudest.append(float(energies.total.sum() / energies.patches.sum()))
-        assert not check(left, right, product.out, tiles, len(loudest)).wrong
+        assert not check(left, right, product.out, boxes, len(loudest)).wrong
 
     watch(model_name, 2, look)
     assert len(loudest) > 90
@@ -117,14 +117,14 @@ def test_a_wrong_block_of_a_real_product_is_found_and_no_other(how: str) -> None
 
     def look(product: Product) -> None:
         nonlocal seen
-        left, right, out, tiles = product.left.array, product.right.array, product.out, quarters(product)
+        left, right, out, boxes = product.left.array, product.right.array, product.out, quarters(product)
         bad = seen % 4
-        b, bs, r, rs, c, cs = tiles[bad].tolist()
+        b, bs, r, rs, c, cs = boxes[bad].tolist()
         good = out[b : b + bs, r : r + rs, c : c + cs].copy()
         if how == "zeros" and not np.abs(good).max() > 1e-6:
             return  # it is zero
         out[b : b + bs, r : r + rs, c : c + cs] = spoilt(good, how)
-        found = check(left, right, out, tiles, seen)
+        found = check(left, right, out, boxes, seen)
         assert found.wrong == [bad], product.name
         assert list(found.why) == [bad]
         out[b : b + bs, r : r + rs, c : c + cs] = good
@@ -149,8 +149,8 @@ def test_right_products_of_any_size_and_scale_pass(
     with np.errstate(all="ignore"):
         left, right = (left * one).astype(np.float32), (right * two).astype(np.float32)
         out = left @ right.transpose(0, 2, 1)
-    tiles = random_tiles(out.shape, np.random.default_rng(seed))
-    found = check(left, right, out, tiles, seed)
+    boxes = random_boxes(out.shape, np.random.default_rng(seed))
+    found = check(left, right, out, boxes, seed)
     assert replace(found, examined=0) == Findings()  # suspicion may err now and then, an accusation may not
 
 
@@ -160,19 +160,19 @@ def test_a_wrong_cell_is_found_whatever_the_scale_of_its_row(seed: int, scale: f
     left, right = factors(seed, (1, 30, 40, 20))
     left[0, 7] *= np.float32(scale)
     out = left @ right.transpose(0, 2, 1)
-    tiles = np.array([(0, 1, r, 15, c, 10) for r in (0, 15) for c in (0, 10)])
+    boxes = np.array([(0, 1, r, 15, c, 10) for r in (0, 15) for c in (0, 10)])
     out[0, 7, 13] += np.float32(lie * np.linalg.norm(left[0, 7].astype(np.float64)))
-    assert check(left, right, out, tiles, seed).wrong == [1]
+    assert check(left, right, out, boxes, seed).wrong == [1]
 
 
 def test_a_row_of_zeros_gives_zeros() -> None:
     left, right = factors(0, (1, 30, 40, 20))
     left[0, 7] = 0
     out = left @ right.transpose(0, 2, 1)
-    tiles = np.array([(0, 1, 0, 30, 0, 20)])
-    assert not check(left, right, out, tiles).wrong
+    boxes = np.array([(0, 1, 0, 30, 0, 20)])
+    assert not check(left, right, out, boxes).wrong
     out[0, 7, 3] = 1e-12
-    assert check(left, right, out, tiles).wrong == [0]
+    assert check(left, right, out, boxes).wrong == [0]
 
 
 def test_infinity_that_the_true_product_has_is_right_and_another_one_is_wrong() -> None:
@@ -181,20 +181,20 @@ def test_infinity_that_the_true_product_has_is_right_and_another_one_is_wrong() 
     right[0, 2, 3] = np.nan
     with np.errstate(invalid="ignore"):
         out = left @ right.transpose(0, 2, 1)
-    tiles = np.array([(0, 1, i, 2, 0, 4) for i in (0, 2)])
-    assert not check(left, right, out, tiles).wrong
+    boxes = np.array([(0, 1, i, 2, 0, 4) for i in (0, 2)])
+    assert not check(left, right, out, boxes).wrong
     out[0, 3, 0] = np.inf
-    assert check(left, right, out, tiles).wrong == [1]
+    assert check(left, right, out, boxes).wrong == [1]
     out[0, 3, 0], out[0, 1, 1] = 8, 8  # a number where there is none
-    assert check(left, right, out, tiles).wrong == [0]
+    assert check(left, right, out, boxes).wrong == [0]
 
 
 def test_a_sum_that_may_overflow_on_its_way_may_be_infinite_and_not_some_other_number() -> None:
     left, right = np.full((1, 1, 3), 2e19, np.float32), np.array([[[1e19, 1e19, -1e19]]], np.float32)
-    tiles = np.array([(0, 1, 0, 1, 0, 1)])
+    boxes = np.array([(0, 1, 0, 1, 0, 1)])
     for cell, is_right in ((2e38, True), (np.inf, True), (np.nan, True), (1e38, False), (-2e38, False)):
         out = np.array([[[cell]]], np.float32)
-        assert (check(left, right, out, tiles) == Findings()) is is_right, cell
+        assert (check(left, right, out, boxes) == Findings()) is is_right, cell
 
 
 def test_operands_may_lie_in_memory_either_way() -> None:
@@ -434,19 +434,19 @@ def test_a_check_that_fails_its_own_kernels_suspends_nobody(monkeypatch: pytest.
     """All devices are honest; the server's idea of rounding is wrong by a factor of a thousand."""
     left, right = factors(0, (1, 64, 100, 64))
     out = left @ right.transpose(0, 2, 1)
-    tiles = np.array([(0, 1, r, 16, c, 16) for r in range(0, 64, 16) for c in range(0, 64, 16)])
+    boxes = np.array([(0, 1, r, 16, c, 16) for r in range(0, 64, 16) for c in range(0, 64, 16)])
     monkeypatch.setattr("ps.verification.rounding.PLAIN", 1e-3)
     monkeypatch.setattr("ps.verification.rounding.COHERENT", 0.0)
     monkeypatch.setattr("ps.verification.recompute.TIMES_SQUARED", 1e-6)
-    expected, verifier = Expectation.of(left, right, tiles, 0), Verifier(0)
+    expected, verifier = Expectation.of(left, right, boxes, 0), Verifier(0)
     for product in range(4):
-        found = verifier.check(left, right, out, tiles, np.arange(16), expected, 16)
+        found = verifier.check(left, right, out, boxes, np.arange(16), expected, 16)
         assert not found.wrong
         assert "fails the check too" in found.doubted, product
     out[0, 5, 5] = np.nan  # what no kernel gives still counts
-    assert verifier.check(left, right, out, tiles, np.arange(16), expected, 16).wrong == []
+    assert verifier.check(left, right, out, boxes, np.arange(16), expected, 16).wrong == []
     monkeypatch.undo()
-    assert verifier.check(left, right, out, tiles, np.arange(16), expected, 16).wrong == [0]
+    assert verifier.check(left, right, out, boxes, np.arange(16), expected, 16).wrong == [0]
 
 
 # ---- operands that repeat
@@ -468,9 +468,9 @@ def test_operands_that_repeat_accuse_nobody(operands: str, kernel: Kernel) -> No
     """All cells share one error, or a few: that is no evidence of a sign, nor of its size."""
     left, right = REPEATED[operands]
     out = kernel.product(left, right.transpose(0, 2, 1))
-    tiles = np.array([(0, 1, 0, 40, 0, 48)])
+    boxes = np.array([(0, 1, 0, 40, 0, 48)])
     for seed in range(10):
-        assert not check(left, right, out, tiles, seed).why
+        assert not check(left, right, out, boxes, seed).why
 
 
 @pytest.mark.parametrize("operands", REPEATED)
@@ -479,8 +479,8 @@ def test_operands_that_repeat_hide_no_lie_of_a_thousandth(operands: str) -> None
     out = left @ right.transpose(0, 2, 1)
     size = norms(left)[:, :, None] * norms(right)[:, None, :]
     out[:, :, 30:] += np.float32(1e-3) * size[:, :, 30:].astype(np.float32)
-    tiles = np.array([(0, 1, 0, 40, 0, 24), (0, 1, 0, 40, 24, 24)])
-    assert check(left, right, out, tiles).wrong == [1]
+    boxes = np.array([(0, 1, 0, 40, 0, 24), (0, 1, 0, 40, 24, 24)])
+    assert check(left, right, out, boxes).wrong == [1]
 
 
 @pytest.mark.parametrize("inner", [512, 8192])
@@ -490,14 +490,14 @@ def test_an_own_kernel_that_is_lucky_in_many_cells_is_no_evidence(inner: int) ->
     rng = np.random.default_rng(0)
     left = np.repeat(rng.standard_normal((1, 256, 1), dtype=np.float32), inner, 2)
     right = np.where(np.arange(inner) < inner // 2, 0.3, -0.3).astype(np.float32) * np.ones((1, 6, 1), np.float32)
-    tiles = np.array([(0, 1, 0, 256, 0, 6)])
+    boxes = np.array([(0, 1, 0, 256, 0, 6)])
     for chunk in (inner, inner * 3 // 5, inner // 3, inner // 4 + 1):
         out = np.zeros((1, 256, 6), np.float32)
         for start in range(0, inner, chunk):
             one, two = left[0, :, start : start + chunk], right[0, :, start : start + chunk]
             out[0] += in_lanes(one, two, (1,))[0]
         for seed in range(4):
-            assert not check(left, right, out, tiles, seed).why, chunk
+            assert not check(left, right, out, boxes, seed).why, chunk
 
 
 # ---- many liars, and what they cost
@@ -513,7 +513,7 @@ def test_the_work_of_one_check_is_bounded_however_many_lie(inner: int, monkeypat
     size = norms(left)[:, :, None] * norms(right)[:, None, :]
     signs = np.random.default_rng(1).choice([-1, 1], size.shape)
     out = (left @ right.transpose(0, 2, 1) + 40 * EPSILON * signs * size).astype(np.float32)
-    tiles = np.array([(0, 1, r, 64, c, 64) for r in range(0, side, 64) for c in range(0, side, 64)])
+    boxes = np.array([(0, 1, r, 64, c, 64) for r in range(0, side, 64) for c in range(0, side, 64)])
     exact, own = [], []
     begin, products = Exact.__init__, own_products
 
@@ -527,7 +527,7 @@ def test_the_work_of_one_check_is_bounded_however_many_lie(inner: int, monkeypat
 
     monkeypatch.setattr(Exact, "__init__", counted)
     monkeypatch.setattr("ps.verification.recompute.own_products", asked)
-    found = check(left, right, out, tiles)
+    found = check(left, right, out, boxes)
     assert len(found.wrong) >= 0.8 * blocks
     assert sum(exact) <= 1.2 * (EXAMINED_TERMS + AGAIN_TERMS)
     assert sum(own) <= OWN_TERMS + 5 * max(SAMPLED_TERMS, inner)
@@ -535,18 +535,18 @@ def test_the_work_of_one_check_is_bounded_however_many_lie(inner: int, monkeypat
 
 def test_more_suspects_than_one_check_examines_are_found_one_after_the_other() -> None:
     left, right = factors(0, (1, 96, 50, 96))
-    tiles = np.array([(0, 1, r, 8, c, 8) for r in range(0, 96, 8) for c in range(0, 96, 8)])
+    boxes = np.array([(0, 1, r, 8, c, 8) for r in range(0, 96, 8) for c in range(0, 96, 8)])
     truth = left @ right.transpose(0, 2, 1)
-    out, devices, verifier = truth * np.float32(1.01), np.arange(len(tiles)), Verifier(0)
-    expected, found = Expectation.of(left, right, tiles, 0), set()
+    out, devices, verifier = truth * np.float32(1.01), np.arange(len(boxes)), Verifier(0)
+    expected, found = Expectation.of(left, right, boxes, 0), set()
     for turn in range(5):
-        wrong = verifier.check(left, right, out, tiles, devices, expected, 1000, again=turn > 0).wrong
+        wrong = verifier.check(left, right, out, boxes, devices, expected, 1000, again=turn > 0).wrong
         assert len(wrong) <= MOST_SUSPECTS
         found |= set(wrong)
         for index in wrong:  # done again
-            _, _, r, rs, c, cs = tiles[index]
+            _, _, r, rs, c, cs = boxes[index]
             out[:, r : r + rs, c : c + cs] = truth[:, r : r + rs, c : c + cs]
-    assert len(found) == len(tiles)
+    assert len(found) == len(boxes)
 
 
 # ---- a cell that is no number
@@ -557,8 +557,8 @@ def test_a_cell_that_is_no_number_makes_nobody_else_a_suspect(value: float) -> N
     left, right = factors(0, (1, 256, 128, 256))
     out = left @ right.transpose(0, 2, 1)
     out[0, 100, 100] = value
-    tiles = np.array([(0, 1, r, 8, c, 8) for r in range(0, 256, 8) for c in range(0, 256, 8)])
-    found = check(left, right, out, tiles)
+    boxes = np.array([(0, 1, r, 8, c, 8) for r in range(0, 256, 8) for c in range(0, 256, 8)])
+    found = check(left, right, out, boxes)
     assert found.wrong == [100 // 8 * 32 + 100 // 8]
     assert found.examined <= 2  # suspicion may err now and then
 
@@ -585,7 +585,7 @@ def test_an_audit_that_hits_a_lie_is_evidence_wherever_it_is(
     out = left @ right.transpose(0, 2, 1)
     cell = 0, 400, 401
     out[cell] += np.float32(levels * 0.3 * EPSILON * norms(left)[0, 400] * norms(right)[0, 401])
-    tiles, draw = np.array([(0, 1, 0, 512, 0, 512)]), Audits.of
+    boxes, draw = np.array([(0, 1, 0, 512, 0, 512)]), Audits.of
 
     def hit(*arguments: Any) -> Audits:
         one = draw(*arguments)
@@ -597,18 +597,18 @@ def test_an_audit_that_hits_a_lie_is_evidence_wherever_it_is(
     for terms in (EXAMINED_TERMS, 16 * inner):  # also if hardly more than that cell is examined
         monkeypatch.setattr("ps.verification.verifier.EXAMINED_TERMS", terms)
         monkeypatch.setattr("ps.verification.verifier.AGAIN_TERMS", 0)
-        assert check(left, right, out, tiles).wrong == [0]
+        assert check(left, right, out, boxes).wrong == [0]
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(40, 30), (200, 10), (1, 300)]))
 def test_some_audits_look_at_the_cell_nearest_zero(seed: int, shape: tuple[int, int]) -> None:
     left, right = factors(seed, (2, shape[0], 20, shape[1]))
     out = left @ right.transpose(0, 2, 1)
-    tiles = random_tiles(out.shape, np.random.default_rng(seed))
-    b, bs, r, rs, c, cs = tiles.T
+    boxes = random_boxes(out.shape, np.random.default_rng(seed))
+    b, bs, r, rs, c, cs = boxes.T
     size = norms(left), norms(right)
     batch, row, column = b + bs - 1, r + rs - 1, c + cs // 2
-    i, j = nearest_zero(out, size, tiles, batch, row, column)
+    i, j = nearest_zero(out, size, boxes, batch, row, column)
     assert ((r <= i) & (i < r + rs) & (c <= j) & (j < c + cs)).all()
     near = np.abs(out) / (size[0][:, :, None] * size[1][:, None, :])
     for k in np.flatnonzero((rs <= WINDOW) & (cs <= WINDOW))[:20]:
@@ -628,12 +628,12 @@ def test_cells_far_off_in_several_patches_are_wrong_though_none_is_beyond_the_li
             out[cell] += np.float32(9 * 0.3 * EPSILON) * np.float32(size[cell])
         return left, right, out
 
-    tiles, devices = np.array([(0, 1, r, 16, 0, 64) for r in range(0, 64, 16)]), np.zeros(4, np.int64)
+    boxes, devices = np.array([(0, 1, r, 16, 0, 64) for r in range(0, 64, 16)]), np.zeros(4, np.int64)
 
     def why(verifier: Verifier, left: Array, right: Array, out: Array) -> str:
         for _ in range(3):
             verifier.drift.audited(devices, np.full(4, 12.0))  # a suspect
-        return verifier.check(left, right, out, tiles, devices, Expectation.of(left, right, tiles, 0), 9).why.get(0, "")
+        return verifier.check(left, right, out, boxes, devices, Expectation.of(left, right, boxes, 0), 9).why.get(0, "")
 
     assert "cells of 4 patches" in why(Verifier(0), *product(0, 4))
     verifier = Verifier(0)
@@ -656,11 +656,11 @@ def test_the_first_products_are_sketched_and_then_one_of_every_ten() -> None:
 @given(st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)), st.integers(0, 2**32 - 1))
 def test_random_tiles_tile_exactly(shape: tuple[int, int, int], seed: int) -> None:
     times = np.zeros(shape, np.int8)
-    tiles = random_tiles(shape, np.random.default_rng(seed))
-    for b, bs, r, rs, c, cs in tiles.tolist():
+    boxes = random_boxes(shape, np.random.default_rng(seed))
+    for b, bs, r, rs, c, cs in boxes.tolist():
         times[b : b + bs, r : r + rs, c : c + cs] += 1
     assert (times == 1).all()
-    assert len(tiles) <= MOST_BLOCKS
+    assert len(boxes) <= MOST_BLOCKS
 
 
 def some_product(seed: int) -> Product:

@@ -39,7 +39,7 @@ def test_rectangles_cover_every_cell_exactly_once(work: Work) -> None:
 def test_our_plan_of_a_work_covers_it_and_gives_every_block_to_a_device(work: Work, devices: int) -> None:
     plan = plan_over(work, devices)
     written = np.zeros((work.m, work.q), dtype=np.int32)
-    for batch, batches, row, rows, column, columns in plan.tiles.tolist():
+    for batch, batches, row, rows, column, columns in plan.boxes.tolist():
         assert (batch, batches) == (0, 1)
         written[row : row + rows, column : column + columns] += 1
     assert (written == 1).all()

@@ -1,4 +1,4 @@
-"""Promises of `cleave plan`: what it prints can be recomputed by anyone from its JSON and its tiles."""
+"""Promises of `cleave plan`: what it prints can be recomputed by anyone from its JSON and its boxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cleave(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, int]]]:
-    path = tmp_path_factory.mktemp("plan") / "tiles.jsonl"
+    path = tmp_path_factory.mktemp("plan") / "boxes.jsonl"
     fleet = ["--fleet", "quickstart", "--devices", "50"]
     arguments = ["--model", "opt-tiny", *fleet, "--batch", "4", "--seq", "32", "--format", "json", "--tiles"]
     done = cleave(*arguments, str(path))
@@ -35,12 +35,12 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
 
 
 @pytest.mark.slow
-def test_every_makespan_follows_from_the_tiles(planned: tuple[dict[str, Any], list[dict[str, int]]]) -> None:
-    report, tiles = planned
+def test_every_makespan_follows_from_the_boxes(planned: tuple[dict[str, Any], list[dict[str, int]]]) -> None:
+    report, boxes = planned
     for index, product in enumerate(report["products"]):
         sides: defaultdict[int, int] = defaultdict(int)
         cells: defaultdict[int, int] = defaultdict(int)
-        for t in tiles:
+        for t in boxes:
             if t["gemm"] == index:
                 sides[t["device"]] += t["rows"] + t["columns"]
                 cells[t["device"]] += t["rows"] * t["columns"]
@@ -115,4 +115,4 @@ def test_a_product_that_no_device_can_hold_is_a_clear_error() -> None:
 def test_tiles_that_cannot_be_written_are_a_clear_error(tmp_path: Path) -> None:
     done = cleave("--model", "opt-tiny", "--devices", "3", "--seq", "8", "--tiles", str(tmp_path / "no" / "where"))
     assert done.returncode == 2
-    assert "cannot write the tiles" in done.stderr
+    assert "cannot write the boxes" in done.stderr

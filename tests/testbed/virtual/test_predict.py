@@ -268,8 +268,8 @@ def one_block_seconds(profile: Profile, rows: int, inner: int, columns: int, lin
     out = np.full((1, rows, columns), np.nan, np.float32)
     done: SimpleQueue[int] = SimpleQueue()
     fleet = ModelledFleet(pack_profiles([profile]), Planner(), links=links)
-    tile = np.array([[0, 1, 0, rows, 0, columns]])
-    plan = Plan(tiles=tile, device=np.array([0]), fresh=np.ones((1, 2), bool), makespan_s=0.0)
+    box = np.array([[0, 1, 0, rows, 0, columns]])
+    plan = Plan(boxes=box, device=np.array([0]), fresh=np.ones((1, 2), bool), makespan_s=0.0)
     fleet.submit(Product(Operand(left), Operand(right), out, lambda: done.put(7), plan=plan))
     assert fleet.collect(done) == [7]
     np.testing.assert_allclose(out, left @ right.transpose(0, 2, 1), rtol=1e-4, atol=1e-4)

@@ -67,11 +67,11 @@ def test_the_third_of_a_lost_device_is_done_by_two_others_in_the_time_of_a_hand_
     product.silence([lost])
     done_s = product.run()
     replaced, _ = product.lose([lost], done_s)
-    tiles = [product.cells[block] for block in replaced]
-    assert sum(tiles) == shape.cells // 3
-    assert len(tiles) == 2
+    boxes = [product.cells[block] for block in replaced]
+    assert sum(boxes) == shape.cells // 3
+    assert len(boxes) == 2
     recovered_s = product.run() - done_s
-    compute_s = 2 * max(tiles) * 1000 / 1e9
+    compute_s = 2 * max(boxes) * 1000 / 1e9
     most_down_s = 32 * 1000 * (100 + 100) / 1e9
     assert compute_s < recovered_s <= compute_s + most_down_s + 1e-3
     assert len(product.accepted_s) == 2 + len(replaced)
