@@ -16,7 +16,7 @@ import torch
 
 from ps.graph.capture import Program, Runner, distribute
 from ps.graph.models import build_model
-from ps.planning.planner import Shape
+from ps.planning.plans import Shape
 
 
 def step_products(config: Any, batch: int, sequence: int) -> dict[Shape, int]:

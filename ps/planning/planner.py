@@ -1,4 +1,4 @@
-"""Products + fleet -> plans: rectangles that box each output exactly, each with its device.
+"""Products + fleet -> plans: rectangles that tile each output exactly, each with its device.
 
 Products that are ready at the same moment share the fleet. Each gets a team, and all end together. That is better than
 one after another, because a larger rectangle has more cells per downloaded value. Deferred products get a team that
@@ -25,12 +25,10 @@ from numpy.typing import NDArray
 from ps.planning.adapt import adapted, with_newcomers
 from ps.planning.cost import Integers
 from ps.planning.deferred import Team, teams
-from ps.planning.plans import Level, Plan, PlanError, Request, Shape
+from ps.planning.plans import Level, Plan, PlanError, Request
 from ps.planning.share_cap import NO_CAP, Cap, capped, keeps
 from ps.planning.teams import SLACK, Relaxation, deal
 from ps.planning.weighted_grid import grid_plan
-
-__all__ = ["Integers", "Level", "Plan", "PlanError", "Planner", "Question", "Request", "Shape", "adapted"]
 
 DEALS = 2  # attempts at dealing the fleet to several products; the second one knows how the first one ended
 GROWN = 1.05  # a fleet that has grown by more than this gets new plans
@@ -42,6 +40,7 @@ MOST_LOST = 256  # blocks of one plan: placing more of them again takes longer t
 MOST_CACHED = 4096  # a model of 80 layers asks about 500 questions per step
 SETTLED = 32  # uses of a plan with newcomers in makeshift places, before it is made anew
 LATE = 1.1  # a team for deferred products is given up if it would take more than this multiple of its time
+LARGE = 1000  # devices; below, the slowest plan takes 30 ms (`make bench`, part e); above, it is a pause
 NONE_REVISED: Mapping[int, int] = MappingProxyType({})
 
 
@@ -105,7 +104,7 @@ class Planner:
         self.kind, self.cap = kind, cap
         self._cache: OrderedDict[Question, _Cached] = OrderedDict()
         self._latest: Question | None = None
-        self._lock = threading.RLock()  # large fleets are planned in a thread of their own (ps/planning/background.py)
+        self._lock = threading.RLock()  # large fleets are planned in a thread of their own (ps/transport/intake.py)
         self._teams: dict[tuple[Level, ...], Team] = {}  # by levels ahead: the team for the deferred products
         self._teams_of = 0  # number of devices when these were chosen
 
@@ -370,3 +369,50 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
             break  # they end close enough together
         harder = harder * ends_s / ends_s.mean()
     return best or [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """A question with all that its answer depends on, so that another thread can work on it. The dispatcher's state
+    changes meanwhile, and the dispatcher checks the answer against what is known by then."""
+
+    planner: Planner
+    question: Question | None  # None: plan ahead
+    profiles: NDArray[np.void]
+    able: Integers
+    revised: Mapping[int, int]
+    busy: Integers
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether the answer may need to be solved, for a large fleet."""
+        return len(self.able) > LARGE and (
+            self.question is None or not self.planner.has_ready(self.question, self.able, self.revised, self.busy)
+        )
+
+    def answer(self) -> list[Plan]:
+        """Plans; an empty list if there are none, or only plans ahead were asked for."""
+        if self.question is None:
+            self.planner.plan_ahead(self.profiles, self.able, self.revised, self.busy)
+            return []
+        try:
+            return ask(self.planner, self.question, self.profiles, self.able, self.revised, self.busy)
+        except PlanError:
+            return []  # the dispatcher finds out when the jobs begin, and says why
+
+
+def ask(
+    planner: Planner,
+    question: Question,
+    profiles: NDArray[np.void],
+    able: Integers,
+    revised: Mapping[int, int],
+    busy: Integers,
+) -> list[Plan]:
+    """Plans without the devices that are kept for deferred products; with them, if the others cannot do it."""
+    try:
+        return planner.plan(question, profiles, able, revised, busy)
+    except PlanError:
+        if not len(busy):
+            raise
+        return planner.plan(question, profiles, able, revised)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ps.planning.cost import (
     BYTES,
+    Integers,
     alone_s,
     block_bytes,
     block_queues,
@@ -21,7 +22,6 @@ from ps.planning.cost import (
     usable_bytes,
 )
 from ps.planning.pipeline import chunks_of, fresh_slabs, rectangles
-from ps.planning.planner import Integers
 from ps.planning.recut import recut
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines

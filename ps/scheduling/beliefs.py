@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE
-from ps.planning.planner import Integers
+from ps.planning.cost import Integers
 from ps.scheduling.newcomers import RATES, Newcomers, rates_of, typical_rates
 from ps.scheduling.slowness import Slowness
 

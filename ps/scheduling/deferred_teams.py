@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ps.planning.planner import Integers
+from ps.planning.cost import Integers
 
 NONE: Integers = np.empty(0, np.int64)
 

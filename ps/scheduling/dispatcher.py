@@ -22,8 +22,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.background import Inquiry, ask
-from ps.planning.planner import Level, Plan, PlanError, Planner, Question
+from ps.planning.planner import Inquiry, Planner, Question, ask
+from ps.planning.plans import Level, Plan, PlanError
 from ps.planning.trial_blocks import PATIENCE
 from ps.scheduling.assignments import NOBODY, Assignments
 from ps.scheduling.beliefs import Beliefs

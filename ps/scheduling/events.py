@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.planner import Integers, Level, Plan, Request
+from ps.planning.cost import Integers
+from ps.planning.plans import Level, Plan, Request
 
 Box = Sequence[int]  # batch, batches, row, rows, column, columns
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ps.planning.planner import Integers
+from ps.planning.cost import Integers
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.state import State
 

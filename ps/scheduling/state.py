@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ps.planning.cost import Passage, QueueTimes, after
-from ps.planning.planner import Integers, Level, Request, Shape
+from ps.planning.cost import Integers, Passage, QueueTimes, after
+from ps.planning.plans import Level, Request, Shape
 from ps.scheduling.events import CancelBlocks, Instruction, SendBlocks, Work
 
 REACTION_S = 0.01  # the server's clock tick, and how long answers are held back to be handled together

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ps.planning.planner import Plan, Question
+from ps.planning.planner import Question
+from ps.planning.plans import Plan
 from ps.planning.trial_blocks import with_trial_blocks
 from ps.scheduling.assignments import Assignments
 from ps.scheduling.beliefs import Beliefs

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from ps.planning.planner import Integers
+from ps.planning.cost import Integers
 from ps.scheduling.events import JobChecked, Work
 from ps.transport.jobs import Live, Totals
 from ps.verification.glance import Glance, Lot

@@ -5,16 +5,20 @@ Planning for a large fleet takes seconds and has a thread of its own; what is su
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 from ps.outside import Bell
-from ps.planning.background import PlanningThread
-from ps.planning.planner import Level
+from ps.planning.planner import Inquiry
+from ps.planning.plans import Level, Plan
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import JobsSubmitted, Submission
 from ps.transport.checking import Checking
 from ps.transport.jobs import Live, Product
+
+END_S = 5.0
 
 
 class Requests:
@@ -40,6 +44,50 @@ class Requests:
 
     def close(self) -> None:
         self.bell.close()
+
+
+class PlanningThread:
+    """Answers inquiries one after another, beside the server's thread, and hands the answers back to it."""
+
+    def __init__(self, hand_back: Callable[[Callable[[], None]], None]) -> None:
+        """`hand_back`: makes the server's thread call a function soon."""
+        self.busy = 0  # inquiries not handed back yet; counted by the server's thread alone
+        self._hand_back = hand_back
+        self._inquiries: SimpleQueue[tuple[Inquiry, Callable[[list[Plan]], None]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None  # started on first use
+
+    def ask(self, inquiry: Inquiry, then: Callable[[list[Plan]], None]) -> None:
+        self.busy += 1
+        self._inquiries.put((inquiry, then))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="planning", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while (asked := self._inquiries.get()) is not None:
+            inquiry, then = asked
+            try:
+                plans = inquiry.answer()
+            except BaseException as error:
+                self._hand_back(lambda error=error: _raise(error))  # type: ignore[misc]
+                return
+            self._hand_back(lambda plans=plans, then=then: self._done(plans, then))  # type: ignore[misc]
+
+    def _done(self, plans: list[Plan], then: Callable[[list[Plan]], None]) -> None:
+        self.busy -= 1
+        then(plans)
+
+    def end(self) -> None:
+        """At the end of the server: begin no further inquiry."""
+        if self._thread is not None:
+            while not self._inquiries.empty():
+                self._inquiries.get()
+            self._inquiries.put(None)
+            self._thread.join(END_S)  # a long solve ends with the process
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 class Intake:

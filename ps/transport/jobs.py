@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.wire import WireError
-from ps.planning.planner import Plan, Request, Shape
+from ps.planning.plans import Plan, Request, Shape
 from ps.scheduling.events import Box
 from ps.transport.operands import Operand
 from ps.verification.glance import Glance

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE
-from ps.planning.planner import Integers
+from ps.planning.cost import Integers
 
 Array = NDArray[np.float32]
 Range = tuple[int, int, int, int]  # batch from, to; outer from, to

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.planner import Integers, Shape
+from ps.planning.cost import Integers
+from ps.planning.plans import Shape
 
 
 @dataclass(slots=True)

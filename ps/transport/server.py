@@ -29,8 +29,8 @@ from ps.access.endpoints import Endpoints, open_endpoints
 from ps.access.listening import port_of
 from ps.access.standings import Standings
 from ps.outside import Machine, Outside
-from ps.planning.background import PlanningThread
-from ps.planning.planner import Level, Planner
+from ps.planning.planner import Planner
+from ps.planning.plans import Level
 from ps.scheduling.deadlines import after_a_turn_s
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
@@ -50,16 +50,15 @@ from ps.scheduling.events import (
 )
 from ps.scheduling.shell import Shell
 from ps.scheduling.state import REACTION_S
-from ps.transport.answers import Answers
 from ps.transport.attendance import Attendance, stragglers_named
 from ps.transport.checking import Checking
 from ps.transport.heartbeats import Heartbeats
-from ps.transport.intake import Intake, Requests
+from ps.transport.intake import Intake, PlanningThread, Requests
 from ps.transport.jobs import Live, Product, Totals
 from ps.transport.membership import Membership, Reports
 from ps.transport.operands import Operand
 from ps.transport.peers import Peer, missing_ones
-from ps.transport.receiving import Receiving
+from ps.transport.receiving import Answers, Receiving
 from ps.transport.records import Records
 from ps.transport.roster import Roster
 from ps.transport.shipping import Shipping

@@ -22,7 +22,7 @@ from agent.protocol.errors import Failure, UserError
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import Fleet
 from ps.access.access_file import AccessFile, server_folder
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import MAX_RATE, Profile, pack_profiles
 from emulator.model.fleet import Fleet
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server

@@ -15,8 +15,10 @@ import numpy as np
 from emulator.model.fleet import uniform_fleet
 from ps.graph.models import model_config
 from ps.graph.products import step_products
+from ps.planning.adapt import adapted
 from ps.planning.packing import Rates, box
-from ps.planning.planner import Planner, Request, Shape, adapted
+from ps.planning.planner import Planner
+from ps.planning.plans import Request, Shape
 
 MODEL, BATCH, SEQUENCE = "opt-13b", 128, 1024
 FLEETS = ("paper", "extreme")

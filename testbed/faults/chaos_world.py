@@ -46,7 +46,8 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import Profile, pack_profiles
 from ps.planning.cost import least_bytes
-from ps.planning.planner import Planner, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Shape
 from ps.scheduling.deadlines import ENOUGH
 from ps.scheduling.dispatcher import REFUSALS_ALLOWED
 from testbed.virtual.world import Key, Outcome, Sent, VirtualFleet, Work

@@ -52,7 +52,7 @@ from ps.planning.cost import least_bytes
 from ps.planning.planner import Planner
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
-from ps.transport.receiving import MESSAGES_A_TURN
+from ps.transport.receiving import MESSAGES_PER_TURN
 from ps.transport.server import Server
 from testbed.faults.chaos_world import COMMON, ChaosError, Operation
 from testbed.faults.loop_devices import ENROLLED, GUEST, POD, Line, Process
@@ -224,8 +224,8 @@ class LoopWorld:
         self.events += 1
         if self.events > MOST_TURNS:
             raise ChaosError("the server turns and turns, and time does not pass")
-        if (read := self.network.router.read - before) > MESSAGES_A_TURN:
-            raise ChaosError(f"a turn read {read} messages, more than its budget of {MESSAGES_A_TURN}")
+        if (read := self.network.router.read - before) > MESSAGES_PER_TURN:
+            raise ChaosError(f"a turn read {read} messages, more than its budget of {MESSAGES_PER_TURN}")
         if self.server.late_blocks_helped and not self._disturbed:
             raise ChaosError("blocks were taken for overdue, and only the server or its clock stood still")
         self._check_peers()

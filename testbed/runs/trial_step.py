@@ -25,7 +25,8 @@ from ps.graph.executor import Engine, Executor
 from ps.graph.models import build_model, model_config
 from ps.graph.text import batches, read_text
 from ps.graph.trainer import gradients
-from ps.planning.planner import Level, Planner
+from ps.planning.planner import Planner
+from ps.planning.plans import Level
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from testbed.launch.processes import links_of, models_of

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from emulator.model.calibration import Calibration
 from emulator.model.samples import Samples
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server

@@ -22,7 +22,7 @@ from agent.protocol.errors import UserError
 from agent.protocol.units import format_count, format_duration, format_size
 from emulator.model.fleet import UNIFORM, draw_fleet, uniform_fleet
 from ps.planning.packing import PackingError, Rates, Tiling, box
-from ps.planning.planner import Shape
+from ps.planning.plans import Shape
 from testbed.runs.scenario import load_scenario, scenario_names
 
 

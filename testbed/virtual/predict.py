@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from emulator.model.link import Links
 from emulator.model.performance import Models
 from ps.graph.executor import Executor
-from ps.planning.planner import NONE_BUSY, NONE_REVISED, Integers, Level, Plan, Planner, Question, Request, without
+from ps.planning.cost import Integers
+from ps.planning.planner import NONE_BUSY, NONE_REVISED, Planner, Question, without
+from ps.planning.plans import Level, Plan, Request
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from testbed.virtual.server import VirtualServer

@@ -27,7 +27,8 @@ from agent.protocol.units import format_count, format_duration, format_size
 from ps.planning.capacity import Areas
 from ps.planning.cost import BYTES
 from ps.planning.packing import Rates
-from ps.planning.planner import Planner, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Shape
 from ps.transport.server import HEARTBEAT_S
 from testbed.virtual.world import Key, Outcome, VirtualFleet, Work
 

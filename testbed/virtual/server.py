@@ -28,7 +28,8 @@ from agent.protocol.wire import ANSWER, DONE
 from emulator.model.device import Devices
 from emulator.model.link import Links
 from emulator.model.performance import Models
-from ps.planning.planner import Level, Planner
+from ps.planning.planner import Planner
+from ps.planning.plans import Level
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     BlocksLost,

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.model.device import Devices
-from ps.planning.planner import Level, Planner, Request, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Level, Request, Shape
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     BlocksFailed,

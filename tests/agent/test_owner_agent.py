@@ -19,7 +19,7 @@ import pytest
 from processes import FAST, LIMIT_S, Multiplication, agents
 
 from ps.access.access_file import AccessFile
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.server import Server
 from testbed.access.inviting import new_invitation
 

@@ -70,7 +70,7 @@ from ps.access.reputation import (
     stayed,
 )
 from ps.access.standings import Standings
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.server import Server
 from testbed.access.inviting import new_invitation
 from testbed.commands.cli import app

@@ -16,7 +16,8 @@ from processes import FAST, LIMIT_S, Multiplication, pod
 
 from agent.protocol.profile import MAX_RATE, Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
-from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Plan, Request, Shape
 from ps.planning.share_cap import NO_CAP, YIELDING, Cap
 from ps.planning.trial_blocks import with_trial_blocks
 from ps.scheduling.dispatcher import Dispatcher

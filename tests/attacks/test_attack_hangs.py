@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE
-from ps.planning.planner import Planner, Request, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Request, Shape
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     BlocksReturned,

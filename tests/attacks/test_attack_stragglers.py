@@ -20,7 +20,8 @@ from virtual_products import multiply
 
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import Heartbeat
-from ps.planning.planner import Planner, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Shape
 from ps.scheduling.deadlines import AGAIN, BEYOND, ENOUGH, MOST_OUTLIERS, OUTLIER, Deadlines
 from testbed.faults.chaos import replay
 from testbed.faults.chaos_world import COMMON

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agent.protocol.profile import Profile
-from ps.planning.planner import Plan, Shape
+from ps.planning.plans import Plan, Shape
 
 LEAST = 32  # inner values of a chunk, of which three are held
 

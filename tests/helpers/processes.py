@@ -15,7 +15,7 @@ from agent.identity.keys import Credentials, Password
 from agent.protocol.entrance import enter
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import Heartbeat, Join, Message, Welcome, Work, decode, encode
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server

@@ -25,7 +25,7 @@ from plan_checks import (
 
 from agent.protocol.profile import Profile, pack_profiles
 from ps.planning.cost import block_seconds
-from ps.planning.planner import Plan, PlanError, Shape
+from ps.planning.plans import Plan, PlanError, Shape
 from ps.planning.weighted_grid import _Squares, grid_plan
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test

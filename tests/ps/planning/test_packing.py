@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from agent.protocol.profile import PROFILE, Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
 from ps.planning.packing import PackingError, Rates, Tiling, box
-from ps.planning.planner import Shape
+from ps.planning.plans import Shape
 
 TOKENS = 128 * 1024
 # the distinct products of a training step, batch 128, sequence 1,024, and how often they occur

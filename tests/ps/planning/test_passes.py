@@ -18,7 +18,8 @@ from ps.graph.executor import Executor
 from ps.graph.models import model_config
 from ps.graph.products import recorded_step
 from ps.planning.deferred import MOST_TAKEN, Team, _Pass, teams
-from ps.planning.planner import Level, Planner, Question, Request, Shape, _ends_s
+from ps.planning.planner import Planner, Question, _ends_s
+from ps.planning.plans import Level, Request, Shape
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     BlocksReturned,

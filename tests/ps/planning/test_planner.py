@@ -15,22 +15,11 @@ from plan_checks import assert_keeps_its_promises, assert_same, block, one_cell_
 import ps.planning.planner
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
-from ps.planning.adapt import LATER, with_newcomers
+from ps.planning.adapt import LATER, adapted, with_newcomers
+from ps.planning.cost import Integers
 from ps.planning.pipeline import MOST_LONG, MOST_STRIPS, STRIP_S, Cuts, cut_boxes, running_cost_models
-from ps.planning.planner import (
-    SETTLED,
-    SOLVING_S,
-    Integers,
-    Plan,
-    PlanError,
-    Planner,
-    Question,
-    Request,
-    Shape,
-    _adapted_together,
-    adapted,
-    solved,
-)
+from ps.planning.planner import SETTLED, SOLVING_S, Planner, Question, _adapted_together, solved
+from ps.planning.plans import Plan, PlanError, Request, Shape
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 

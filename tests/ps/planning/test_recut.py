@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from agent.protocol.profile import Profile, pack_profiles
 from ps.planning.cost import Passage, QueueTimes, after, alone_s
 from ps.planning.pipeline import queue_seconds
-from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Plan, Request, Shape
 from ps.planning.recut import LATER, recut
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import BlocksReturned, DevicesJoined, DevicesLeft, JobsSubmitted, SendBlocks, Submission

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import Profile, pack_profiles
 from ps.planning.cost import block_bytes, chunk_length, least_bytes
-from ps.planning.planner import Plan, Planner, Question, Request, Shape
+from ps.planning.planner import Planner, Question
+from ps.planning.plans import Plan, Request, Shape
 from ps.scheduling.dispatcher import REFUSALS_ALLOWED, Dispatcher
 from ps.scheduling.events import (
     AcceptBlocks,

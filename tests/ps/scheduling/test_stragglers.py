@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import ANSWER
-from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Plan, Request, Shape
 from ps.scheduling.beliefs import CORRECTED_EVERY_S
 from ps.scheduling.deadlines import (
     BEYOND,

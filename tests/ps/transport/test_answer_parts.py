@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps.transport.answers import fill
+from ps.transport.receiving import fill
 
 
 @given(st.tuples(*[st.integers(1, 6)] * 3), st.lists(st.integers(1, 40), max_size=8))

@@ -28,7 +28,7 @@ from agent.compute.pieces import BlockRow, Operands
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import ANSWER, DONE, FAILED, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
 from ps.planning.cost import block_seconds, chunk_length
-from ps.planning.planner import Plan
+from ps.planning.plans import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand, streamed
 from ps.transport.server import Server

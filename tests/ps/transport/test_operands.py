@@ -18,7 +18,7 @@ from agent.compute.kernels import Kernel, NumpyKernel, available_kernels
 from agent.compute.pieces import BlockRow, Operands
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
-from ps.planning.planner import Shape
+from ps.planning.plans import Shape
 from ps.planning.weighted_grid import grid_plan
 from ps.transport.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels, streamed
 

@@ -16,12 +16,11 @@ from agent.protocol.errors import UserError
 from agent.protocol.wire import Heartbeat, Message, Result, WireError, decode, send_frames
 from ps.access.joining import JoinAdmission
 from ps.access.standings import Standings
-from ps.transport.answers import Answers
 from ps.transport.attendance import Attendance
 from ps.transport.heartbeats import Heartbeats
 from ps.transport.membership import Membership
 from ps.transport.peers import Peer
-from ps.transport.receiving import Receiving
+from ps.transport.receiving import Answers, Receiving
 from ps.transport.server import Server
 from ps.transport.shipping import Shipping
 from ps.transport.standstill import Standstill
@@ -149,7 +148,7 @@ def end_when_the_disk_is_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_without_limit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("ps.transport.receiving.MESSAGES_A_TURN", 1 << 30)
+    patch.setattr("ps.transport.receiving.MESSAGES_PER_TURN", 1 << 30)
 
 
 def say_nothing_to_the_quiet(patch: pytest.MonkeyPatch) -> None:

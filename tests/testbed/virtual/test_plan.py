@@ -14,7 +14,7 @@ import pytest
 from agent.protocol.errors import UserError
 from ps.graph.models import model_config
 from ps.graph.products import step_products
-from ps.planning.planner import Shape
+from ps.planning.plans import Shape
 from testbed.virtual.plan import fleet_profiles, plan_product
 
 CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "plan"]

@@ -25,7 +25,8 @@ from ps.graph.executor import Executor, Spent
 from ps.graph.models import build_model
 from ps.graph.trainer import gradients
 from ps.planning.cost import block_seconds, chunk_length, usable_bytes
-from ps.planning.planner import Plan, Planner, Request, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Plan, Request, Shape
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from testbed.launch.processes import links_of

@@ -16,7 +16,8 @@ import torch.distributed
 
 from agent.protocol.errors import Failure, UserError
 from agent.protocol.profile import Profile, pack_profiles
-from ps.planning.planner import Planner, Shape
+from ps.planning.planner import Planner
+from ps.planning.plans import Shape
 from testbed.virtual import recovery
 from testbed.virtual.plan import fleet_profiles
 from testbed.virtual.recovery import Product, Setting, Trial, parse_failures, percentile, simulate, summarise

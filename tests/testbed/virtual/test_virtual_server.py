@@ -16,7 +16,8 @@ from agent.protocol.errors import Failure
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
 from emulator.model.link import plain_links
-from ps.planning.planner import Plan, Planner
+from ps.planning.planner import Planner
+from ps.planning.plans import Plan
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from testbed.faults.inject import Injection, Injector
