@@ -30,10 +30,10 @@ testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-
 image: $(RUNTIME) ## build the device image for LAUNCH=docker; BASE=debootstrap needs no registry
 	@$(BIN)/cleave image $(if $(BASE),--base $(BASE))
 
-# First what may run side by side, on all cores; then, one after the other, what measures time. Both
-# phases run whatever becomes of the first. 5: no test of this phase was asked for.
+# First what may run side by side, one process more than there are cores, since many tests wait for others; then, one
+# after the other, what measures time. Both phases run whatever becomes of the first. 5: none of its tests was asked for.
 test: lint ## lint, then all tests; FAST=1 without slow, root, docker and alone ones; ARGS="-k name" goes to pytest
-	@$(PYTEST) -n $(or $(JOBS),logical) --dist loadfile --no-loadscope-reorder \
+	@$(PYTEST) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadfile --no-loadscope-reorder \
 		$(if $(FAST),--fast,--phase beside) $(ARGS) || [ $$? -eq 5 ] || failed=yes; \
 	$(if $(FAST),,$(PYTEST) --phase alone $(ARGS) || [ $$? -eq 5 ] || failed=yes;) \
 	[ -z "$$failed" ]
