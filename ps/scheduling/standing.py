@@ -96,5 +96,11 @@ class Standing:
         return device in self.strikes and (device in self.unproven or device in self.suspects)
 
     @property
+    def all_owe_an_answer(self) -> bool:
+        """Every device was suspected and has not answered since: they may be tried in turn for ever."""
+        devices = (*self.able.tolist(), *self.suspects, *self.unproven)
+        return all(self.strikes.get(device, 0) for device in devices)
+
+    @property
     def living(self) -> int:
         return len(self.able) + len(self.suspects) + len(self.unproven)

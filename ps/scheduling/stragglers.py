@@ -25,7 +25,7 @@ from ps.scheduling.events import NameStragglers
 from ps.scheduling.slowness import FAR, FAR_S
 from ps.scheduling.speculation import SpeculativeCopies
 from ps.scheduling.standing import Standing
-from ps.scheduling.state import CUT, Job, Key, State, Turn
+from ps.scheduling.state import CUT, Key, State, Turn
 
 LATE_PER_TURN = 32  # overdue blocks that get a speculative copy, per turn
 FEW = 4  # devices: if more are late at once, the cause may lie between them and the server, and they get GRACE_S
@@ -98,6 +98,8 @@ class Stragglers:
         self._name(late, suspects, turn, alone=not others)
         if suspects:
             self._suspect(suspects, turn)
+            if self._standing.all_owe_an_answer:
+                self._say_alone(late, turn)
         for device in dict.fromkeys(owners):
             if device in self._standing.suspects:
                 late += self._state.devices[device].in_flight
@@ -173,14 +175,14 @@ class Stragglers:
             waited_s, expected_s = zip(*found.values(), strict=True)
             turn.out.append(NameStragglers(list(found), list(waited_s), list(expected_s), alone))
 
-    def _say_alone(self, job: Job, late: list[int], turn: Turn) -> None:
+    def _say_alone(self, late: list[Key], turn: Turn) -> None:
         """Report that no device is left that answers: the wait for one is limited. Reported once, and again if one has
         answered since."""
         if not self._said_alone:
             self._said_alone = True
-            first = {job.device[block]: block for block in reversed(late)}
-            waited_s = [self._state.now_s - job.sent_s[block] for block in first.values()]
-            expected_s = [job.expected_s[block] for block in first.values()]
+            first = {self._state.owner(key): key for key in reversed(late)}
+            waited_s = [self._state.now_s - self._state.jobs[job].sent_s[block] for job, block in first.values()]
+            expected_s = [self._state.jobs[job].expected_s[block] for job, block in first.values()]
             turn.out.append(NameStragglers(list(first), waited_s, expected_s, alone=True))
 
     def _suspect(self, devices: list[int], turn: Turn) -> None:
@@ -222,7 +224,7 @@ class Stragglers:
             self._copy(job_id, late, turn)
             return
         if made is None:  # no other device: wait for another deadline
-            self._say_alone(job, late, turn)
+            self._say_alone([(job_id, block) for block in late], turn)
             self._deadlines.sent([(job_id, block) for block in late], devices, self._state.now_s, expected_s)
             return
         boxes, owners, fresh, of = made

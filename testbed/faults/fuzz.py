@@ -58,7 +58,7 @@ CALM, CALM_S = 5, 0.1  # at rest: so many looks, so far apart, find no more desc
 WARM_MESSAGES = 100_000
 # What a server keeps for good, which is not held against it; tests/testbed/faults/test_fuzz.py finds no less.
 PRODUCT_BYTES = 900  # its boxes and times, for the results
-KEY_BYTES = 1800  # a row of the access list in each of two threads, and the budgets of the key
+KEY_BYTES = 1700  # a row of the access list in each of two threads, and the budgets of the key
 # Flat: at rest after the warm-up, memory in use, less the above, never exceeds its level by more than this; nor does
 # memory beside malloc. It is 1.2 bytes per message, 30 per connection, or 100 per join of a million messages. Resident
 # memory is not judged: it also has what malloc holds free at rest, measured between 5 and 10 MiB.

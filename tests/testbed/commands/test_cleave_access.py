@@ -66,7 +66,7 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state
         (("invite", "--address", "192.0.2.7"), "has no port"),
         (("devices", "revoke", "nobody"), "no device 'nobody'"),
         (("invitations", "revoke", "nothing"), "no invitation 'nothing'"),
-        (("run", "quickstart", "--set", "server.host=0.0.0.0"), "everybody may join"),
+        (("run", "quickstart", "--set", "server.host=0.0.0.0"), "anyone could join there"),
         (("run", "quickstart", "--listen", "0.0.0.0"), "tcp://0.0.0.0:5555"),
     ],
 )
