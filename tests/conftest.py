@@ -313,6 +313,13 @@ def zero_copy_ready() -> None:
         two.connect("inproc://zero-copy")
         one.send(bytearray(1 << 20), copy=False)
         two.recv()
+    looks: list[int] = []  # a new thread takes its name a moment after it has started
+
+    def named() -> bool:
+        looks.append(len(_zmq_threads()))
+        return len(looks) >= 20 and len(set(looks[-20:])) == 1
+
+    until(named, "ZeroMQ's threads have their names", SETTLE_S)
 
 
 @pytest.fixture
