@@ -5,11 +5,14 @@
 SCENARIO ?= $(if $(filter docker,$(LAUNCH)),containers,quickstart)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input
+# Not compiled: Python compiles the modules that are really imported, which takes a fraction of the time. Without
+# dependencies: the lock files name all of them.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile --no-deps
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 CREATED := $(VENV)/.created
 PYTEST := $(BIN)/python -m pytest
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 .DEFAULT_GOAL := help
 .PHONY: help setup testbed image test lint bench chaos fuzz phones clean
@@ -30,18 +33,18 @@ testbed: $(RUNTIME) ## run a scenario; DEVICES=4000 STEPS=10 SEED=1 MODEL=llama-
 image: $(RUNTIME) ## build the device image for LAUNCH=docker; BASE=debootstrap needs no registry
 	@$(BIN)/cleave image $(if $(BASE),--base $(BASE))
 
-# First what may run side by side, one process more than there are cores, since many tests wait for others; then, one
+# Lint, and what may run side by side, one process more than there are cores, since many tests wait for others; then, one
 # after the other, what measures time. Both phases run whatever becomes of the first. 5: none of its tests was asked for.
-test: lint ## lint, then all tests; FAST=1 without slow, root, docker and alone ones; ARGS="-k name" goes to pytest
-	@$(PYTEST) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadfile --no-loadscope-reorder \
+test: $(DEV) ## lint and all tests; FAST=1 without slow, root, docker and alone ones; ARGS="-k name" goes to pytest
+	@($(LINT)) > $(VENV)/lint.txt 2>&1 & lint=$$!; \
+	$(PYTEST) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadfile --no-loadscope-reorder \
 		$(if $(FAST),--fast,--phase beside) $(ARGS) || [ $$? -eq 5 ] || failed=yes; \
+	wait $$lint || failed=yes; cat $(VENV)/lint.txt; \
 	$(if $(FAST),,$(PYTEST) --phase alone $(ARGS) || [ $$? -eq 5 ] || failed=yes;) \
 	[ -z "$$failed" ]
 
 lint: $(DEV) ## run ruff and mypy --strict
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(LINT)
 
 bench: $(RUNTIME) ## run the benchmarks; PEERS=1 also runs Ray and Dask
 	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers)
@@ -76,9 +79,9 @@ $(CREATED):
 	rm -rf $(VENV) && "$$found" -m venv $(VENV) && touch $@
 
 $(RUNTIME): requirements.lock pyproject.toml | $(CREATED)
-	@echo "Installing the run-time packages into $(VENV) (once; two to five minutes, mostly PyTorch)"
+	@echo "Installing the run-time packages into $(VENV) (once; a minute or more, mostly PyTorch)"
 	@$(PIP) -r requirements.lock
-	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 $(DEV): requirements-dev.lock $(RUNTIME)

@@ -46,14 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
         case ["measure"]:
             from agent.measure import command as measure
 
-            options = _measure_parser().parse_args(words[1:])
+            options = measure_parser().parse_args(words[1:])
             _limit_threads(options.threads)
             return measure.run(options)
     return _lend(words)
 
 
 def _lend(words: list[str]) -> int:
-    options = _parser().parse_args(words)
+    options = lend_parser().parse_args(words)
     if options.invitation is not None:
         from agent.identity.command_line import hide_tokens
 
@@ -225,7 +225,7 @@ class SignalStop:
         select.select([self._read], [], [], timeout_s)
 
 
-def _parser() -> argparse.ArgumentParser:
+def lend_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m agent",
         description="Lend this device to a Cleave parameter server. It computes blocks of matrix products and returns "
@@ -257,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure_parser() -> argparse.ArgumentParser:
+def measure_parser() -> argparse.ArgumentParser:
     from agent.measure import command as measure
 
     parser = argparse.ArgumentParser(

@@ -98,6 +98,11 @@ class HttpFiles:
         self._thread = threading.Thread(target=self._serve, name="bootstrap", daemon=True)
         self._thread.start()
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._connections)
+
     def stop(self) -> None:
         self._waker.send(b"!")
         self._thread.join()

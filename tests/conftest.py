@@ -2,6 +2,7 @@
 a descriptor that was not there before fails the test.
 
 - `start`: programs of this project as subprocesses, their output read while they run
+- `start_warm`: the same, but commands that need PyTorch have it already
 - `serve`: parameter servers in this process, stopped at the end
 - `until`: waits for a condition, never longer than its limit
 
@@ -27,11 +28,15 @@ from typing import Protocol
 # that wait for each other in them made a fit of 2 s take 80.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+# A run in virtual time asks for all cores. With threads that turn in circles while they wait for the next matrix, 40
+# steps of a tiny model took 24 s instead of 2 beside one other process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import zmq  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from warm import COMMAND, POSSIBLE, Forked, Warm  # noqa: E402
 
 from ps.transport.server import Server  # noqa: E402
 
@@ -58,6 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("beside", "alone"),
         help="beside: only tests that may run beside others (with -n); alone: only those marked alone",
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test that runs alone need not be imported to find those that do."""
+    if config.getoption("--phase") != "alone" or collection_path.suffix != ".py":
+        return None
+    return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -134,26 +146,18 @@ def until(condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) 
 class Program:
     """A subprocess whose output is kept, line by line, while it runs."""
 
-    def __init__(self, command: list[str], mark: str, stdin: str | None, cwd: Path | None) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Forked, stdin: str | None = None) -> None:
         self.said: list[str] = []  # both streams
+        self.printed: list[str] = []  # standard output alone
         self.errors: list[str] = []  # standard error alone
         self._news = threading.Condition()
         self._open_streams = 2
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            cwd=cwd,
-            env=os.environ | {MARK: mark},
-        )
+        self._process = process
         out, err = self._process.stdout, self._process.stderr
         assert out is not None
         assert err is not None
         self._readers = [
-            threading.Thread(target=self._read, args=(out, [self.said])),
+            threading.Thread(target=self._read, args=(out, [self.said, self.printed])),
             threading.Thread(target=self._read, args=(err, [self.said, self.errors])),
         ]
         for reader in self._readers:
@@ -209,6 +213,11 @@ class Program:
             reader.join(limit_s)
         return code
 
+    def completed(self, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+        """What `subprocess.run` would have returned."""
+        code = self.wait(limit_s)
+        return subprocess.CompletedProcess(self._process.args, code, "\n".join(self.printed), "\n".join(self.errors))
+
     def end(self) -> None:
         if self.running:
             self._process.kill()  # also ends a stopped process
@@ -235,13 +244,44 @@ def start(nothing_left_behind: None) -> Iterator[Start]:
     with_mark.finish()
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm | None]:
+    """Made before anybody counts processes and descriptors, and only where a test wants it."""
+    if not POSSIBLE:
+        yield None
+        return
+    made = Warm()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def start_warm_module(warm: Warm | None) -> Iterator[Start]:
+    """`start_warm` for programs that several tests look at."""
+    with_mark = _Started(warm)
+    yield with_mark
+    with_mark.finish()
+
+
+@pytest.fixture
+def start_warm(warm: Warm | None, nothing_left_behind: None) -> Iterator[Start]:
+    """`start`, but start_warm("cleave", ...) and start_warm("-c", ...) are forked from a process with PyTorch."""
+    with_mark = _Started(warm)
+    yield with_mark
+    with_mark.finish()
+
+
 class _Started:
-    def __init__(self) -> None:
+    def __init__(self, warm: Warm | None = None) -> None:
+        self._warm = warm
         self._mark = uuid.uuid4().hex
         self._programs: list[Program] = []
 
     def __call__(self, *command: str, stdin: str | None = None, cwd: Path | None = None) -> Program:
         """start("agent", ...) is python -m agent ..., start("-c", code) a script, start("cleave", ...) the command."""
+        if self._warm is not None and command[0] in ("cleave", "-c"):
+            code, words = (COMMAND, command[1:]) if command[0] == "cleave" else (command[1], command[2:])
+            return self._keep(Program(self._warm.start(code, list(words), self._environment, cwd or ROOT)))
         match command[0]:
             case "cleave":
                 begin = [str(Path(sys.executable).with_name("cleave"))]
@@ -256,7 +296,23 @@ class _Started:
         return self._begin(list(words), None, ROOT)
 
     def _begin(self, words: list[str], stdin: str | None, cwd: Path) -> Program:
-        program = Program(words, self._mark, stdin, cwd)
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+            env=self._environment,
+        )
+        return self._keep(Program(process, stdin))
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {MARK: self._mark}
+
+    def _keep(self, program: Program) -> Program:
         self._programs.append(program)
         return program
 

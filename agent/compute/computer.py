@@ -59,6 +59,11 @@ class Computer(threading.Thread):
         """True while a chunk of a streamed block waits to be computed."""
         return self._chunks_given > self._chunks_done
 
+    @property
+    def unfinished(self) -> set[tuple[int, int]]:
+        """Blocks (job, block) of which some chunks were computed and others are still to come."""
+        return set(self._spent)
+
     def run(self) -> None:
         with contextlib.suppress(Abandoned):
             self._compute_all()

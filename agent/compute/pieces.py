@@ -47,6 +47,11 @@ class Operands:
     def bytes(self) -> int:
         return sum(array.nbytes for array in list(self._pieces.values()))
 
+    @property
+    def unfinished(self) -> set[tuple[int, int, int]]:
+        """Blocks (device, job, block) that wait for their next chunk, with the sum of the earlier ones."""
+        return set(self._sums)
+
     def inner(self, piece: int) -> int:
         return int(self._pieces[piece].shape[2])
 

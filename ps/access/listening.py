@@ -20,8 +20,6 @@ from ps.access.admission import ENCRYPTED, LOCAL
 from ps.access.routing_ids import unpredictable
 
 MESSAGES_AHEAD = 16  # that ZeroMQ may hold for a connection that does not read
-MESSAGES_WAITING = 256  # unread, per connection; more wait in the network
-MESSAGES_WAITING_ENCRYPTED = 64
 FRAME_BYTES = PART_BYTES + 1024  # encryption adds a little
 HANDSHAKE_S = 10.0  # limit, whatever is sent meanwhile; a server this slow is lost to its devices anyway
 BACKLOG = 1024  # of the entrance: connections that arrive while it is busy
@@ -42,7 +40,10 @@ def new_router(io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq
     for option, value in (
         (zmq.ROUTER_MANDATORY, 1),
         (zmq.MAXMSGSIZE, FRAME_BYTES),
-        (zmq.RCVHWM, MESSAGES_WAITING),
+        # No limit on unread messages: what a connection may send is limited in bytes (guard.py, allowance.py). At a
+        # limit libzmq stops reading. From one of two connections that chose the same id the ROUTER takes no message, so
+        # it would never read again, not even that the other end has closed: its descriptor would stay open for good.
+        (zmq.RCVHWM, 0),
         (zmq.SNDHWM, MESSAGES_AHEAD),
         (zmq.BACKLOG, 8192),
         (zmq.LINGER, 1000),
@@ -64,7 +65,6 @@ def encrypt(router: zmq.Socket[bytes], secret: str) -> None:
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
     router.setsockopt(zmq.ZAP_DOMAIN, ENCRYPTED)
-    router.setsockopt(zmq.RCVHWM, MESSAGES_WAITING_ENCRYPTED)
 
 
 def listen_local(host: str, port: int) -> socket.socket:

@@ -61,7 +61,8 @@ class Spent:
 class Executor:
     def __init__(self, engine: Engine, early: bool = False) -> None:
         """`early`: deferred products go out beside the others, where that pays."""
-        self._engine, self._early = engine, early
+        self.engine = engine  # where products go now; see `on`
+        self._early = early
         self.step = 0
         self.spent = Spent()
         self._rehearsing = False
@@ -76,7 +77,7 @@ class Executor:
 
     def weights_changed(self) -> None:
         if self._kept:
-            self._engine.forget(list(self._kept.values()))
+            self.engine.forget(list(self._kept.values()))
             self._kept.clear()
 
     def forget_kept(self) -> None:
@@ -86,12 +87,12 @@ class Executor:
     @contextmanager
     def on(self, engine: Engine) -> Iterator[None]:
         """Meanwhile products go to this engine, and the figures of the executor's own are left alone."""
-        own, self._engine, spent = self._engine, engine, self.spent
+        own, self.engine, spent = self.engine, engine, self.spent
         self.spent = Spent()
         try:
             yield
         finally:
-            self._engine, self.spent = own, spent
+            self.engine, self.spent = own, spent
 
     def rehearse(self, step: Callable[[], object]) -> int:
         """Run a step without the fleet, so that its graphs are captured before time counts. Returns its FLOPs."""
@@ -139,7 +140,7 @@ class Executor:
             if not ready or ready[0][0]:
                 group, ahead = _next_group(program, waiting, outputs.keys() - waiting.keys(), early)
                 if group:
-                    self._engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
+                    self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
             if not ready:
                 finished = self._collect(done)
                 for index in finished:
@@ -200,7 +201,7 @@ class Executor:
 
     def _collect(self, done: SimpleQueue[int]) -> list[int]:
         begun = time.perf_counter()
-        finished = self._engine.collect(done)
+        finished = self.engine.collect(done)
         self.spent.waiting_s += time.perf_counter() - begun
         return finished
 

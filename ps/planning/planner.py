@@ -5,8 +5,10 @@ one after another, because a larger rectangle has more cells per downloaded valu
 finishes them by the end of the pass (ps/planning/deferred.py). Each team packs its product (ps/planning/packing.py)
 under the cost model of the running system (ps/planning/pipeline.py).
 
-A plan is kept while the fleet stays the same. When devices are lost, join or prove slower, it is adapted
-(ps/planning/adapt.py), until adapting has cost as much, by the model, as making a new plan.
+A plan is kept while the fleet stays the same. When devices are lost or join, it is adapted (ps/planning/adapt.py),
+until adapting has cost as much, by the model, as making a new plan. When devices prove slower or faster than they were
+believed to be, it is made anew: a plan that follows every change of belief falls into ever smaller pieces, and one made
+when all seemed slow would never be found wanting.
 """
 
 from __future__ import annotations
@@ -179,12 +181,11 @@ class Planner:
         kept = self._cache.get(question)
         if kept is not None:
             self._cache.move_to_end(question)
-            same = kept.revision == revision and self._still_valid(kept, able, used)
+            known = kept.revision == revision
+            same = known and self._still_valid(kept, able, used)
             if same and self._worth_keeping(kept, question.ends_s(kept.plans), used):
                 return kept.plans
-            changed = [device for device, number in revised.items() if number > kept.revision]
-            if self._adapt(kept, question, profiles, able, np.array(changed, np.int64), used):
-                kept.revision = revision
+            if known and self._adapt(kept, question, profiles, able, used):
                 return kept.plans
         if self.kind == "grid":
             plans = gridded(question.requests, profiles, able)
@@ -252,17 +253,15 @@ class Planner:
         question: Question,
         profiles: NDArray[np.void],
         able: Integers,
-        changed: Integers,
         used: bool,
     ) -> bool:
-        """Adapt the plans there are, while that is cheap. Devices whose profile has changed are taken out of them, and
-        may help wherever a device is missing."""
+        """Adapt the plans there are to devices that were lost or have joined, while that is cheap."""
         if kept.uses > SETTLED or not len(able) or len(able) > max(1.0, GROWN * len(kept.solved_for)):
             return False
-        lost = np.union1d(np.setdiff1d(kept.able, able, assume_unique=True), changed)
+        lost = np.setdiff1d(kept.able, able, assume_unique=True)
         if any(np.count_nonzero(np.isin(plan.device, lost)) > MOST_LOST for plan in kept.plans):
             return False
-        joined = np.setdiff1d(able, np.setdiff1d(kept.able, changed, assume_unique=True), assume_unique=True)
+        joined = np.setdiff1d(able, kept.able, assume_unique=True)
         try:
             plans = _adapted_together(kept.plans, question.requests, lost, profiles, able)
         except PlanError:  # no remaining device has the memory for some rectangle

@@ -17,6 +17,11 @@ class DeferredTeams:
     def __bool__(self) -> bool:
         return bool(self._of)
 
+    @property
+    def jobs(self) -> list[int]:
+        """Deferred jobs for which devices are held."""
+        return list(self._of)
+
     def hold(self, job: int, devices: Integers) -> None:
         """Keep these devices for this deferred job until it ends."""
         self._of[job] = devices

@@ -70,14 +70,9 @@ class Dispatcher:
         self._last_loss = 0
         self._deadlines.returned(history, [1.0] * len(history))
 
-    def prepare(self, event: JobsSubmitted, now_s: float = 0.0) -> JobsSubmitted:
-        """The event with its plans made, where that is possible. Planning takes a while. A caller with a clock plans
-        first and then tells `handle` when the blocks go out; otherwise all of them would look late."""
-        inquiry = self.inquire(event, now_s)
-        return event if inquiry is None else self.with_plans(event, inquiry, inquiry.answer())
-
     def inquire(self, event: JobsSubmitted, now_s: float) -> Inquiry | None:
-        """The question for the planner; None if there is none, or no device to plan for."""
+        """The question for the planner; None if there is none, or no device to plan for. Planning takes a while: a
+        caller with a clock plans first, and tells `handle` when the blocks go out; otherwise all would look late."""
         self._state.now_s = now_s
         open_ = [new for new in _in_order(event) if new.plan is None]
         if not open_ or not len(self._standing.able):

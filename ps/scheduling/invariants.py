@@ -133,6 +133,8 @@ def left_behind(of: Dispatcher) -> str:
         "jobs": list(state.jobs),
         "busy": {i: repr(d) for i, d in enumerate(state.devices) if not d.idle or d.kept_bytes},
         "backlog": late,
+        "deferred": of._assignments.teams.jobs,
+        "held for deferred": of._assignments.teams.busy.tolist(),
         "orphans": state.orphans,
         "waiting": state.waiting_total,
         "losses": state.losses,

@@ -22,7 +22,8 @@ from ps.planning.cost import Integers
 
 RATES = ("flops", "down_bps", "up_bps")
 START = 1 / 16  # of a typical device; the product of its first block makes it grow once
-GROWTH = 4.0  # per product; a laptop 100 times as fast as typical phones is believed after six products
+GROWTH = 4.0  # per product, up to a typical device
+BEYOND = 2.0  # the same beyond that; a laptop 100 times as fast as typical phones is believed after nine products
 IN_TIME = (
     1.1  # on average over its blocks of a product; with 2.0 a boaster hovered at twice its rate, steps took 45% more
 )
@@ -65,6 +66,8 @@ class Newcomers:
             if total > IN_TIME * count:
                 self.failed(device, total / count)
             elif (belief := self.beliefs.get(device)) is not None:
+                if belief.times >= 1.0:
+                    belief.growth = min(belief.growth, BEYOND)
                 belief.times *= belief.growth
                 self._changed.add(device)
 

@@ -1,4 +1,4 @@
-"""How many devices are there, and how another thread waits for them; which are real, and why some of them left.
+"""How many devices are present, so that other threads can wait for them; which are real, and why some have left.
 
 The planner needs none of this. A pod declares itself as one; every other peer is a real device. What devices say of
 themselves is kept within bounds, however often they come and go.

@@ -25,7 +25,7 @@ class Checking:
         notice: Callable[[str], None] = lambda text: None,
         chance: random.Random | None = None,
     ) -> None:
-        """`fleet`: returns how many devices are there now. `chance`: devices must not foresee it."""
+        """`fleet`: returns the number of devices present. `chance`: a random source that devices cannot predict."""
         chance = chance or random.SystemRandom()
         self._jobs, self._totals, self._fleet, self._notice = jobs, totals, fleet, notice
         self._secret = chance.getrandbits(64)  # devices must not know how their blocks are checked

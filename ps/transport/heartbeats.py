@@ -1,4 +1,4 @@
-"""A word to every connection, regularly; who is silent, revoked or sends too much is found here."""
+"""Heartbeats to every connection, and the checks that come with them: silence, revocation, too many bytes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Heartbeats:
         membership: Membership,
         now_ns: Callable[[], int],
     ) -> None:
-        """`now_ns`: of the clock of blocks, for their stamps."""
+        """`now_ns`: the time for stamps, by the clock of blocks."""
         self.every_s = every_s
         self._peers, self._outside, self._join_admission, self._standings = peers, outside, join_admission, standings
         self._shipping, self._membership, self._now_ns = shipping, membership, now_ns
 
     def beat(self, heard: bool) -> None:
-        """A word to everybody. A dead connection shows itself when it is spoken to, a frozen one by its silence, which
-        counts only if what did arrive has been heard, and in beats, not in seconds: after a long turn (this
-        process was stopped, or the machine slept) their words may still be on their way to us. Nor is anybody silent
-        while bytes of a long message come."""
+        """Send a heartbeat to every peer, and lose those that are gone or silent. `heard`: everything that has arrived
+        was read; otherwise nobody counts as silent. Silence is counted in heartbeats, not in seconds: after this
+        process was stopped or the machine slept, messages may still be on their way. A peer is not silent while bytes
+        of a long message arrive."""
         self._standings.retry()
         self._join_admission.write()
         patience_s = SILENT_AFTER * self.every_s
@@ -59,9 +59,9 @@ class Heartbeats:
                 self._membership.lose(peer, "silent")
                 continue
             if peer.outbox:
-                continue  # it will hear from us as soon as it reads
+                continue  # other messages wait for it already
             message: Message = Heartbeat()
             if peer.owes_release:
                 message = Work(self._now_ns(), peer.take_released(), np.empty(0, PIECE), np.empty(0, BLOCK), [])
             if not self._shipping.send(peer, message):
-                self._membership.lose(peer, "its connection is gone")
+                self._membership.unreachable(peer)

@@ -1,6 +1,6 @@
-"""What other threads ask of the server's thread, above all products: numbered, planned, begun.
+"""Requests of other threads to the server's thread, above all new products.
 
-Planning for a large fleet takes seconds and has a thread of its own; what is submitted meanwhile waits.
+Planning for a large fleet takes seconds, so it has a thread of its own; products submitted meanwhile wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END_S = 5.0
 
 
 class Requests:
-    """Done by the server's thread, one per turn."""
+    """A queue of functions for the server's thread, which calls one per turn."""
 
     def __init__(self, bell: Bell) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -47,7 +47,7 @@ class Requests:
 
 
 class PlanningThread:
-    """Answers inquiries one after another, beside the server's thread, and hands the answers back to it."""
+    """Makes plans one after another in its own thread, and hands them to the server's thread."""
 
     def __init__(self, hand_back: Callable[[Callable[[], None]], None]) -> None:
         """`hand_back`: makes the server's thread call a function soon."""
@@ -78,7 +78,7 @@ class PlanningThread:
         then(plans)
 
     def end(self) -> None:
-        """At the end of the server: begin no further inquiry."""
+        """Start no further inquiry; the server ends."""
         if self._thread is not None:
             while not self._inquiries.empty():
                 self._inquiries.get()
@@ -91,7 +91,7 @@ def _raise(error: BaseException) -> None:
 
 
 class Intake:
-    """Products from their submission until their first blocks leave."""
+    """Numbers, plans and begins submitted products."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Intake:
         self._next_job = 0
 
     def begin(self, products: Sequence[Product], ahead: tuple[Level, ...]) -> None:
-        """Plan them and go."""
+        """Plan these products and send their first blocks, or let them wait for plans in progress."""
         if self._planning.busy:
             self._waiting.append((products, ahead))
             return
@@ -143,6 +143,6 @@ class Intake:
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
-        """What was submitted while plans were made."""
+        """Begin the products that were submitted while plans were made."""
         while self._waiting and not self._planning.busy:
             self.begin(*self._waiting.popleft())

@@ -51,13 +51,13 @@ class Product:
 
 @dataclass(slots=True)
 class Live:
-    """A job in progress, as far as the shell has to know it."""
+    """What the server keeps of a job in progress."""
 
     product: Product
-    boxes: dict[int, Box] = field(default_factory=dict)  # of the blocks that were sent
+    boxes: dict[int, Box] = field(default_factory=dict)  # of the blocks that were sent, by number
     glance: Glance | None = None  # for the check, once it is computed
     expected: Expectation | None = None  # the same in patches, where needed
-    drawn: bool = False  # it was decided at random whether to sketch it
+    drawn: bool = False  # whether to sketch it was drawn at random
     checked: bool = False  # its blocks were checked, and some were wrong
     holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
     _sent_ns: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -72,7 +72,7 @@ class Live:
             self.stamps(int(blocks.max()) + 1)[blocks] = stamp_ns
 
     def stamps(self, blocks: int) -> NDArray[np.uint64]:
-        """When each of the first blocks was sent; 0 if it never was: a block may be cut and not be needed."""
+        """When each of the first `blocks` blocks was sent; 0 for those that never were."""
         if (missing := blocks - len(self._sent_ns)) > 0:
             self._sent_ns = np.concatenate([self._sent_ns, np.zeros(max(missing, len(self._sent_ns)), np.uint64)])
         return self._sent_ns[:blocks]

@@ -1,12 +1,12 @@
-"""Connections and their devices: who joins, leaves, is lost or is suspended.
+"""Which devices are there: they join, leave, are lost and are suspended.
 
-Works on the server's own tables, in the server's thread. The dispatcher hears of every change by `tell`.
+Runs in the server's thread and works on the server's tables. Reports every change to the dispatcher (`tell`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,12 +29,12 @@ from ps.transport.shipping import Shipping
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """How the server is told."""
+    """Callbacks into the server."""
 
-    tell: Callable[[Event], None]  # the dispatcher; what it decides is carried out
-    tell_joined: Callable[[DevicesJoined, Callable[[], None]], None]  # the same; the callback comes before carrying out
+    tell: Callable[[Event], None]  # tells the dispatcher and carries out its instructions
+    tell_joined: Callable[[DevicesJoined, Callable[[], None]], None]  # the same, with a callback in between
     now_s: Callable[[], float]  # the dispatcher's time
-    say: Callable[[str], None]  # to people
+    say: Callable[[str], None]  # a notice for people
     record: Callable[..., None]  # an event of a real device, for the results
 
 
@@ -57,9 +57,10 @@ class Membership:
         self._dispatcher, self._shipping, self._totals, self._reports = dispatcher, shipping, totals, reports
         self._welcome = welcome
         self._right: Counter[int] = Counter()  # blocks of real devices that were found right
+        self._unreachable: dict[bytes, Peer] = {}  # their connection has ended; unread messages may say why
         self._who: dict[int, str] = {}  # real devices -> to whom their standing belongs
 
-    # ---- coming
+    # ---- joining
 
     def join(
         self,
@@ -69,7 +70,7 @@ class Membership:
         connection: int = NO_CONNECTION,
         end: Address | None = None,
     ) -> None:
-        """A connection with that other end, or more devices of one that is there: they get the next indices."""
+        """Devices join by a new connection, whose other end is `end`, or by one that has joined before."""
         who = "" if caller.of_the_run else self._standings.identity(caller.key, message.about, identity)
         if who and (banned := self._standings.may_join(who)) is not None:
             self._shipping.reply(identity, Refused(banned.reason, final=False, until_s=banned.until_s))
@@ -77,7 +78,7 @@ class Membership:
         if not self._may_join(identity, caller, message):
             return
         about = message.about
-        if not caller.of_the_run:  # whoever says so: only pods of this run are emulated
+        if not caller.of_the_run:  # a claim; only pods of this run are emulated
             about = {key: text for key, text in about.items() if key != "kind"}
         profiles = self._standings.corrected(who, message.profiles) if who else message.profiles
         fresh = Peer(
@@ -97,7 +98,7 @@ class Membership:
         joined = replace(joined, newcomers=not (peer.of_the_run or (who and self._standings.proven(who))))
 
         def decided() -> None:
-            """Only now anybody hears that they are there."""
+            """Announce the devices; the dispatcher knows them by now."""
             self._attendance.joined(new, labels, about, self._reports.now_s())
             if new[0] in self._attendance.real:
                 kernel = printable(about.get("kernel", ""))
@@ -111,7 +112,7 @@ class Membership:
             self._forget([device for device in barred if self._dispatcher.is_alive(device)], SUSPENDED)
 
     def join_again(self, peer: Peer, caller: Caller, message: Join, size: int) -> None:
-        """Over a connection where devices have joined before, and may have left."""
+        """Devices join by a connection over which devices joined before, and may have left."""
         if not peer.of_the_run and not peer.allowance.joined_again():
             raise WireError("a device that leaves and joins again and again")
         if (refusal := self._join_admission.may_read_join(caller, size)) is not None:
@@ -131,7 +132,7 @@ class Membership:
                 self.lose(old, "it has joined again from elsewhere")
         return True
 
-    # ---- going
+    # ---- leaving
 
     def leave(self, peer: Peer, message: Leave) -> None:
         if np.any(message.devices >= len(peer.ids)):
@@ -167,18 +168,29 @@ class Membership:
         self._reports.say(f"lost {what} ({reason}): their blocks go to the others")
         self._forget(gone)
 
-    def lose_all(self, gone: Iterable[Peer]) -> None:
-        """They were found to be gone when they were spoken to."""
-        for peer in gone:
-            self.lose(peer, "its connection is gone")
+    def unreachable(self, *peers: Peer) -> None:
+        """Sending to these peers failed, or they do not read. If the connection has ended, its unread messages are read
+        first: they may say that its devices leave."""
+        for peer in peers:
+            if peer.does_not_read:
+                self.cut(peer, "it does not read what it is sent")
+            else:
+                self._unreachable[peer.identity] = peer
+
+    def lose_unreachable(self) -> None:
+        """Lose the unreachable peers whose messages have all been read."""
+        while self._unreachable:
+            identity, peer = self._unreachable.popitem()
+            if self._peers.get(identity) is peer:
+                self.lose(peer, "its connection is gone")
 
     def cut(self, peer: Peer, reason: str) -> None:
-        """Lost, and its connection ended."""
+        """Lose this peer and close its connection."""
         self.lose(peer, reason)
         self._guard.cut(peer.descriptor, peer.other_end)
 
     def over(self) -> None:
-        """The run is over: what real devices have done is kept."""
+        """Save the standing of real devices; the run is over."""
         for peer in self._peers.values():
             self._stayed(peer, [d for d in peer.index if self._dispatcher.is_alive(d)])
         self._join_admission.left(peer.key for peer in self._peers.values())
@@ -202,7 +214,7 @@ class Membership:
         self.ban(device, reason, wrong)
 
     def ban(self, device: int, reason: str, wrong: bool) -> None:
-        """A real device is told, and its connection ends; it may be back when its ban is over."""
+        """Ban a device. A real one is told and its connection closed; it may join again when the ban is over."""
         label = self._roster.labels[device]
         if (who := self._who.get(device)) is None:
             self._standings.bar(label, reason)
@@ -213,12 +225,12 @@ class Membership:
             self.lose(peer, "it was suspended")
 
     def delivered(self, blocks: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
-        """By device: how many blocks of a finished product it has computed."""
+        """Count correct blocks of a finished product. `blocks`: how many each device computed."""
         present = self._attendance.present
         self._right.update({d: int(blocks[d]) for d in present if d < len(blocks) and blocks[d]})
 
     def _stayed(self, peer: Peer, devices: Sequence[int]) -> None:
-        """What real devices have done so far belongs to their standing."""
+        """Add what these real devices have done to their standing."""
         for device in devices if peer.who else ():
             slowness, refused = self._dispatcher.slowness(device), self._dispatcher.refusals(device)
             stay = Stay(self._right.pop(device, 0), refused, slowness)

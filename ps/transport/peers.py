@@ -17,6 +17,7 @@ from ps.access.allowance import Allowance
 from ps.transport.operands import Held, Parcel
 
 NO_DEVICE = 2**32 - 1  # no device has this number
+MOST_CANCELLED = 32  # blocks per device of a connection that does not read, until it is ended
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Peer:
     ids: list[int] = field(default_factory=list)  # of its devices, by their index in this connection
     index: dict[int, int] = field(default_factory=dict)  # the inverse of ids
     piece_ids: Iterator[int] = field(default_factory=itertools.count)
-    outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ did not take yet; bounded by credit
+    outbox: deque[list[Frame]] = field(default_factory=deque)  # what ZeroMQ did not take yet
+    cancelled: int = 0  # blocks, since the outbox was last empty
     streams: deque[Iterator[list[Frame]]] = field(default_factory=deque)  # chunks, packed when the outbox is empty
     _of_job: dict[int, tuple[Held, Held]] = field(default_factory=dict)
     _kept: dict[int, Held] = field(default_factory=dict)  # by operand
@@ -49,7 +51,7 @@ class Peer:
         self.ids += ids
 
     def drop(self, device: int) -> None:
-        """It left, and its number goes to another device: messages of this connection about it refer to no device."""
+        """Forget a device that has left: its number is given to another device."""
         if (index := self.index.pop(device, None)) is not None:
             self.ids[index] = NO_DEVICE
 
@@ -58,7 +60,7 @@ class Peer:
         return len(self.ids) > 1
 
     def held(self, job: int, operands: tuple[int, int], kept: int) -> tuple[Held, Held]:
-        """Where pieces of a job's left and right operand are found, and put. `kept`: see Job.kept in
+        """The pieces that this connection holds of a job's left and right operand. `kept`: see Job.kept in
         ps/scheduling/state.py."""
         mine = self._of_job.setdefault(job, (Held(), Held()))
         left, right = (
@@ -95,13 +97,19 @@ class Peer:
             self._released += held.ids
 
     def close(self) -> None:
-        """It is gone. Messages from it that are still unread refer to no device."""
+        """The connection is gone. Unread messages from it refer to no device."""
         self.outbox, self.streams = _NOTHING_MORE, _NOTHING_MORE
         self.ids, self.index = [NO_DEVICE] * len(self.ids), {}
 
     @property
+    def does_not_read(self) -> bool:
+        """Whether too many cancelled blocks wait in the outbox. Credit limits the other blocks there, but cancelling a
+        block frees its credit while its messages stay."""
+        return self.cancelled > MOST_CANCELLED * len(self.ids)
+
+    @property
     def lent(self) -> int:
-        """Pieces that it holds and blocks that it has, as far as the server knows."""
+        """How many pieces and blocks the device holds, as far as the server knows."""
         held = [piece for pair in self._of_job.values() for side in pair for piece in side.ids]
         return len(held) + len(self._lent) + sum(len(held.ids) for held in self._kept.values())
 
@@ -118,8 +126,8 @@ _NOTHING_MORE: deque[Any] = deque(maxlen=0)  # discards what is put there
 
 
 def missing_ones(labels: list[str]) -> str:
-    """Devices that have gone, as text for people; only some if there are many. A device that returned has its label
-    twice."""
+    """Names of devices that have gone, for a notice; some of them if there are many. `labels` may have duplicates: a
+    device that came back has a second number."""
     names = list(dict.fromkeys(labels))
     if not names:
         return ""

@@ -1,8 +1,8 @@
-"""What connections say: read within a budget, told apart by connection, and passed on.
+"""Reads messages, with a budget per turn, and passes each on to the part of the server that handles it.
 
 The first message of a connection that has not joined is read only if its name was given by the ROUTER and its size is
-within what its caller may send. Results are collected and passed on once per read, as one batch: `Answers` sorts them
-out, all or nothing, and writes those that count where they belong.
+within what its caller may send. The results of one read are passed on as one batch. `Answers` checks the whole batch
+before anything changes, then writes the answers that count into their products.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from ps.transport.peers import Peer
 from ps.transport.records import Records
 from ps.transport.shipping import Shipping
 
-MESSAGES_PER_TURN = 256  # answers taken before the rest of the loop gets its turn
+MESSAGES_PER_TURN = 256  # then the rest of the loop gets its turn
+ANSWERS_PER_TURN = 2048  # blocks, roughly; one message of a pod may have the answers of many devices
 SENT_AWAY = 1024  # connections; each is cut within a second, and no more than a few hundred are open at a time
-COMPLAINTS = 1000  # connections whose nonsense is mentioned, once each
+COMPLAINTS = 1000  # connections whose invalid messages are reported, once each
 NOTHING = memoryview(bytes(MAX_PROBE_BYTES))  # what probes are answered with; the same for all
 
 Cells = NDArray[np.float32]
@@ -77,11 +78,13 @@ class Receiving:
         self._peers, self._shipping, self._membership, self._totals = peers, shipping, membership, totals
         self._answered, self._bundle, self._say = answered, bundle, say
         self._results: list[tuple[Peer, Result]] = []  # of this read
+        self._read_answers = 0  # blocks in them
         self._complained: set[bytes] = set()
         self._sent_away: OrderedDict[bytes, None] = OrderedDict()
 
     def read(self) -> bool:
-        """Take what has arrived; True if nothing is left."""
+        """Read what has arrived, up to the budget. True if nothing is left."""
+        self._read_answers = 0
         try:
             for _ in range(MESSAGES_PER_TURN):
                 try:
@@ -89,12 +92,14 @@ class Receiving:
                 except zmq.Again:
                     return True
                 self._receive(frames[0].bytes, frames)
+                if self._read_answers >= ANSWERS_PER_TURN:
+                    break
             return False
         finally:
             self._take_answers()
 
     def _take_answers(self) -> None:
-        """Deal with all results that were read, as one event."""
+        """Pass on the results that were read so far, as one batch."""
         batch, self._results = self._results, []
         if not batch:
             return
@@ -107,7 +112,7 @@ class Receiving:
                 except WireError as error:
                     self._complain(peer.identity, (), error)
 
-    # ---- of a connection that has joined
+    # ---- from connections that have joined
 
     def _receive(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         peer = self._peers.get(identity)
@@ -127,6 +132,7 @@ class Receiving:
                 if not peer.of_the_run and not peer.allowance.answered(len(message.answers)):
                     raise WireError("more answers than it was given blocks")
                 self._results.append((peer, message))
+                self._read_answers += len(message.answers)
                 return
             if not peer.of_the_run and not peer.allowance.spoke():
                 raise WireError("more messages than a device has to say")
@@ -149,19 +155,19 @@ class Receiving:
             self._complain(identity, frames, error)
 
     def _probe(self, identity: bytes, caller: Caller, probe: Probe) -> bool:
-        """Was it allowed?"""
+        """Answer a probe, if its sender may still send one. Returns whether it may."""
         if not caller.of_the_run and (refusal := self._join_admission.may_probe(caller, probe.wanted_bytes)):
             self._shipping.reply(identity, Refused(refusal.reason, final=False))
             return False
         self._shipping.reply(identity, Probe(probe.token, 0, NOTHING[: probe.wanted_bytes]))
         return True
 
-    # ---- of one that has not
+    # ---- from connections that have not joined
 
     def _receive_first(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
-        """From a connection that was let in and has not joined. ZeroMQ lets a client choose its connection's name: one
-        that another had a moment ago, or will have, must not stand for that one, so names that were chosen are not
-        heard."""
+        """A message of a connection that was admitted and has not joined. ZeroMQ lets clients choose the name of their
+        connection. A client could choose a name that another one had, or will get, so only names given by the ROUTER
+        are accepted."""
         if identity in self._sent_away:
             return
         caller, connection = self._admission.caller(frames[0]), descriptor(frames[0])
@@ -187,7 +193,7 @@ class Receiving:
             self._send_away(identity, connection)
 
     def _may_read(self, caller: Caller, frames: Sequence[zmq.Frame]) -> Refusal | None:
-        """Before a word of one that has not joined is parsed, which costs more than all before."""
+        """Why a message must not be parsed, judged by its kind and size: parsing is the expensive part."""
         kind = bytes(frames[1].buffer[5:6]) if len(frames) > 1 else b""
         if kind == bytes([Kind.JOIN]) and len(frames) == 4:
             return self._join_admission.may_read_join(caller, len(frames[3]))
@@ -202,7 +208,7 @@ class Receiving:
             self._receive(held.identity, held.frames)
 
     def _heard_first(self, identity: bytes, caller: Caller, connection: int, message: Message) -> bool:
-        """False: it has nothing more to say before it comes again."""
+        """Handle the first message. False if the connection may be closed."""
         match message:
             case Join():
                 end = self._outside.other_end(connection)
@@ -226,14 +232,15 @@ class Receiving:
         return False
 
     def _send_away(self, identity: bytes, connection: int) -> None:
-        """It has not joined, and is not heard any more."""
+        """Ignore this connection, which has not joined, from now on, and close it."""
         self._sent_away[identity] = None
         if len(self._sent_away) > SENT_AWAY:
             self._sent_away.popitem(last=False)
         self._guard.send_away(connection)
 
     def _complain(self, identity: bytes, frames: Sequence[zmq.Frame], error: WireError) -> None:
-        """Its connection is over: it may come again, by the entrance, and its blocks do not wait for it."""
+        """Report an invalid message and close its connection. The device may join again through the entrance; its
+        blocks go to others."""
         self._totals.dropped_messages += 1
         if identity not in self._complained and len(self._complained) < COMPLAINTS:
             self._complained.add(identity)
@@ -249,7 +256,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of one turn, as one event for the good ones and one for those that failed."""
+    """The answers of one read: one event for completed blocks, one for failed ones."""
 
     batch: Sequence[tuple[Peer, Result]]
     received_ns: int
@@ -260,7 +267,7 @@ class Answers:
 
     @classmethod
     def of(cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live], received_ns: int) -> Answers:
-        """All or nothing: an answer that does not fit raises WireError, and nothing is changed."""
+        """Check a batch of results. WireError if one of them is invalid; nothing has changed then."""
         self = cls(batch, received_ns)
         for peer, message in batch:
             cells, start = _cells(message), 0

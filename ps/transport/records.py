@@ -1,4 +1,4 @@
-"""What happened to every block, kept as columns: cheap during the run, joined into one table at its end."""
+"""Records of every block. Adding one is cheap; they become one table at the end of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ps.planning.plans import Shape
 
 @dataclass(slots=True)
 class Loss:
-    """Devices that were lost while they had blocks, and the times of the recovery."""
+    """Devices that were lost with unfinished blocks, and the times of the recovery."""
 
     devices: list[int]
     blocks: int
@@ -26,8 +26,7 @@ class Loss:
 
 class Records:
     def __init__(self) -> None:
-        # as they came, but with the device's id; when received; when they left the device's process, 0 if it does not
-        # say
+        # answers of one message, with device ids; when they were received; when they left the pod, 0 if not stated
         self._answers: list[tuple[NDArray[np.void], int, int]] = []
         self.losses: dict[int, Loss] = {}
         self._resending: list[Loss] = []
@@ -59,6 +58,8 @@ class Records:
 
     def counted(self, answers: NDArray[np.void], received_ns: int, left_ns: int = 0) -> None:
         """Answers that count, with device ids."""
+        if not len(answers):
+            return  # or a hostile device could fill the server's memory
         self._answers.append((answers, received_ns, left_ns))
 
     def lost(self, loss: int, devices: list[int], blocks: int, detected_ns: int, planned_ns: int) -> None:
@@ -80,7 +81,7 @@ class Records:
 
     @property
     def products(self) -> int:
-        """How many are kept."""
+        """The number of finished products."""
         return len(self._jobs)
 
     def columns(self) -> dict[str, NDArray[Any]]:

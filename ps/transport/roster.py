@@ -51,11 +51,11 @@ class Roster:
         return joined
 
     def left_idle(self, numbers: Iterable[int]) -> None:
-        """They are gone for good and have returned nothing; a device that comes back counts as new."""
+        """These devices have left without returning anything. If one comes back, it counts as new."""
         self._idle.extend(numbers)
 
     def closed(self, peer: Peer) -> None:
-        """All its devices are gone, and nothing is kept of the connection."""
+        """All devices of this connection are gone; keep nothing of it."""
         for number in peer.index:
             self.peer_of[number] = NOBODY
         peer.close()

@@ -1,10 +1,10 @@
-"""The ZeroMQ shell around the dispatcher: one ROUTER, one thread. Who is not admitted meets another
-(`ps/access/entrance.py`).
+"""The parameter server over ZeroMQ: one ROUTER socket, one thread, around the dispatcher. Clients that are not admitted
+only reach the entrance, which has a thread of its own (`ps/access/entrance.py`).
 
-Messages become events, instructions become messages. Operands leave zero-copy from where they lie; answers are written
-straight into the product's output. Other threads only submit products and wait for devices.
+Messages become events for the dispatcher, and its instructions become messages. Operands are sent without a copy;
+answers are written straight into the product's output. Other threads only submit products and wait for devices.
 
-Assumes that an operand is not changed between `submit` and `done`: what is on its way is a view of it.
+An operand must not change between `submit` and `done`: messages on their way are views of it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ from ps.transport.standstill import Standstill
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-# Lateness and silence are judged when all that has come is heard, but no later than this after they could have been:
-# time passes however busy the socket is. Reading the answers of a thousand devices after a hitch takes less.
+# Late and silent devices are normally judged once the socket is empty, but after this long even if it is not: a flood
+# of messages must not stop the clock. Reading the answers of a thousand devices after a hitch takes less time.
 UNHEARD_S = 0.2
+# If reading took longer than this, the next request is left to the next turn, which then reads nothing.
+LONG_S = 0.05
 
 
 class ServerError(Failure):
@@ -78,14 +80,15 @@ class ServerError(Failure):
 
 @dataclass(slots=True)
 class _Pace:
-    """When the loop does next what it does regularly. `..._s` of the host's clock, but `look` and `free` of the
+    """When the loop's regular tasks are due. `beat_s` and `heard_s` are in the host's time, the other two in the
     dispatcher's."""
 
     beat_s: float
     look_s: float
-    heard_s: float  # when all that had come was heard, or the wait for that began
-    free_s: float  # when lateness could be judged last
+    heard_s: float  # when the socket was last empty, or reading towards that began
+    free_s: float  # when late blocks could last be judged
     unheard: bool = False
+    request_next: bool = False  # the last turn left a request to this one
 
 
 class Server(Shell[Answers]):
@@ -105,12 +108,12 @@ class Server(Shell[Answers]):
         outside: Outside | None = None,
         endpoints: Endpoints | None = None,
     ) -> None:
-        """`clock`: of blocks and their stamps. Heartbeats and silence are on the host's own clock whatever it is: a
-        connection lives or dies in the host's time, however slow the devices behind it are made. `listen`: where
-        devices that `access` knows may join, encrypted; `unlisted`: likewise, but invitations do not name it; at
-        `host`, which is this machine itself, everybody may, and pods of this run with `pod_pass`. `remember`: where the
-        standing of devices is kept, if not in `access`. `outside`, `endpoints`: simulated ones, for a server whose
-        `turn` is called instead of `start`."""
+        """`clock`: the time of blocks and their stamps. Heartbeats always use the host's own clock, however slow the
+        emulated devices are made.
+        `listen`: encrypted addresses for devices that `access` knows; `unlisted`: the same, but not named in
+        invitations. At `host`, an address of this machine, everybody may join, and pods of this run use `pod_pass`.
+        `remember`: where the standing of devices is kept, if not in `access`.
+        `outside`, `endpoints`: simulated ones, for tests that call `turn` instead of `start`."""
         access = access.impatient() if access is not None else None
         self.totals = Totals()
         self.records = Records()
@@ -122,7 +125,7 @@ class Server(Shell[Answers]):
         self.attendance = Attendance()
         self.bundle = ("", "")  # where a signed agent of this version is, and its SHA-256; for those that are too old
         self.error: BaseException | None = None
-        self._given_up: BaseException | None = None  # what whoever waits for products is told
+        self._given_up: BaseException | None = None  # raised for threads that wait for products
         self._clock = clock or WallClock()
         self._run, self._heartbeat_s = run, heartbeat_s
         super().__init__(Dispatcher(planner or Planner(), verify))
@@ -132,7 +135,7 @@ class Server(Shell[Answers]):
         self._requests = Requests(self._outside.bell())
         self._planning = PlanningThread(self._requests.add)
         self._said_waiting = ""
-        self._silent = ""  # why no block can be hoped for, until one is accepted
+        self._silent = ""  # why no block is expected, until one is accepted
         self._standstill = Standstill()
         self._pace: _Pace | None = None
         self._stopping = False
@@ -154,16 +157,16 @@ class Server(Shell[Answers]):
         self.address, self.data_address = (
             endpoints.address,
             endpoints.data_address,
-        )  # where one knocks, and where one joins
-        self.public_addresses = endpoints.public_addresses  # where devices elsewhere may join
-        self.unlisted_addresses = endpoints.unlisted_addresses  # and where they are not told to
-        self.enrolment_addresses = endpoints.enrolment_addresses  # where they bring invitations
+        )  # of the entrance, and where devices join
+        self.public_addresses = endpoints.public_addresses  # where devices on other machines join
+        self.unlisted_addresses = endpoints.unlisted_addresses  # the same, but not named in invitations
+        self.enrolment_addresses = endpoints.enrolment_addresses  # where they enrol with an invitation
         self.public_key = endpoints.public_key
         self._assemble(Standings(access or remember, self._say, self._outside.calendar_s), verify)
         self._thread = threading.Thread(target=self.serve, name="server", daemon=True)
 
     def _assemble(self, standings: Standings, verify: bool) -> None:
-        """The parts, which work on the server's own tables."""
+        """Create the parts of the server; they share its tables."""
         peers, jobs, totals, outside, endpoints = self._peers, self._jobs, self.totals, self._outside, self._endpoints
         self._checking = Checking(jobs, totals, lambda: self.devices, self._say, outside.random)
         self._intake = Intake(
@@ -216,7 +219,7 @@ class Server(Shell[Answers]):
         self.notice(text)
 
     def _say_soon(self, text: str) -> None:
-        """From the entrance's thread: people hear it from the server's."""
+        """For the entrance's thread: pass the notice to the server's thread."""
         self._requests.add(lambda: self._say(text))
 
     def start(self) -> Server:
@@ -227,7 +230,7 @@ class Server(Shell[Answers]):
         return self
 
     def stop(self, reason: str = "the run is over") -> None:
-        """Tell the devices, and end. Safe to call twice."""
+        """Tell the devices that the run is over, and end the thread. Safe to call twice."""
         self._goodbye = reason
         self._stopping = True
         self._requests.wake()
@@ -239,15 +242,15 @@ class Server(Shell[Answers]):
         self._ask(lambda: self._intake.begin(products, ahead))
 
     def forget(self, operands: Sequence[Operand]) -> None:
-        """They are about to change: no slab of them is kept any longer."""
+        """Drop kept slabs of these operands, which are about to change."""
         self._ask(lambda: self._forget_operands([operand.id for operand in operands]))
 
     def collect(self, done: SimpleQueue[int]) -> list[int]:
-        """Wait until products have reported to `done`: what they reported."""
+        """Wait until at least one product has reported to `done`, and return all reports."""
         finished: list[int] = []
         while not finished:
             with contextlib.suppress(Empty):
-                finished.append(done.get(timeout=0.5))  # comes up now and then, so that Ctrl-C is heard
+                finished.append(done.get(timeout=0.5))  # returns now and then, so that Ctrl-C works
                 while True:
                     finished.append(done.get_nowait())
             if self.error is not None:
@@ -257,12 +260,12 @@ class Server(Shell[Answers]):
         return finished
 
     def give_up(self, error: BaseException) -> None:
-        """Whoever waits for products, now or later, gets this instead."""
+        """Raise this error for every thread that waits for products, now or later."""
         self._given_up = error
 
     @property
     def waiting(self) -> str:
-        """For what a job waits, as it was said last; empty once a device has joined."""
+        """What jobs are waiting for, in the words of the last notice; empty once a device has joined."""
         return self._said_waiting or self._silent
 
     def _ask(self, something: Callable[[], None]) -> None:
@@ -292,7 +295,7 @@ class Server(Shell[Answers]):
 
     @property
     def refused(self) -> int:
-        """Connections, and messages at the entrance."""
+        """Refused connections, and refused messages at the entrance."""
         return self._endpoints.refusals.count + self._endpoints.entrance.refused
 
     @property
@@ -300,13 +303,18 @@ class Server(Shell[Answers]):
         return self._dispatcher.speculative_copies
 
     @property
+    def stood_still_s(self) -> float:
+        """How long its thread did not run in all. The dispatcher's time leaves it out: no device is late for it."""
+        return self._standstill.total_s
+
+    @property
     def absent(self) -> list[int]:
-        """Devices that have left again."""
+        """Devices that have left."""
         return self._dispatcher.gone
 
     @property
     def profiles(self) -> NDArray[np.void]:
-        """Of every device that ever joined, by id."""
+        """Profiles of all devices that ever joined, by id."""
         return self._dispatcher.profiles
 
     @property
@@ -321,7 +329,7 @@ class Server(Shell[Answers]):
         return self._clock.now_ns()
 
     def _now_s(self) -> float:
-        """The dispatcher's time, which leaves out what this thread has stood still."""
+        """The dispatcher's time: the clock, minus the time in which this thread was stopped."""
         return self._dispatch_s(self._now_ns())
 
     def _dispatch_s(self, now_ns: int) -> float:
@@ -333,7 +341,7 @@ class Server(Shell[Answers]):
     # ---- the server's thread
 
     def serve(self) -> None:
-        """Until it is stopped; then tell the devices, and close everything. The thread's own function."""
+        """Run turns until `stop` is called, then tell the devices and close everything. The thread's target."""
         try:
             while not self._stopping:
                 self.turn()
@@ -379,18 +387,24 @@ class Server(Shell[Answers]):
             pace.free_s = woke_s
         if not pace.unheard:
             pace.heard_s = outside.now_s()
-        pace.unheard = not self._receiving.read()
+        pace.unheard = pace.request_next or not self._receiving.read()
         if not pace.unheard:
             self._guard.all_read_s = outside.now_s()
         heard = not pace.unheard or outside.now_s() >= pace.heard_s + UNHEARD_S
-        # nobody is late whose answer may have come meanwhile: so this is before anything that takes its time
+        if heard:
+            self._membership.lose_unreachable()
+        # right after reading: later in the turn, an answer may be waiting in the socket
         if heard and (now_s := self._now_s()) >= max(pace.look_s, self._dispatcher.next_look_s):
             pace.look_s = now_s + REACTION_S
             self._handle(TimePassed())
-        requests.do_one()  # one a turn: answers do not wait for all of them
+        if pace.request_next or outside.now_s() - woke_host_s < LONG_S:
+            requests.do_one()  # one per turn, so that answers need not wait for all of them
+            pace.request_next = False
+        else:
+            pace.request_next = bool(requests)
         for peer in stuck:
             if peer.identity in self._peers and not self._shipping.drain(peer):
-                self._membership.lose(peer, "its connection is gone")
+                self._membership.unreachable(peer)
         if outside.now_s() >= pace.beat_s:
             pace.beat_s = outside.now_s() + self._heartbeat_s
             self._heartbeats.beat(heard)
@@ -415,7 +429,7 @@ class Server(Shell[Answers]):
         self._handle(answers.good, answers)
 
     def _tell_joined(self, joined: DevicesJoined, decided: Callable[[], None]) -> None:
-        """The dispatcher knows them before anybody hears that they are there."""
+        """Tell the dispatcher first, then everybody else (`decided`), then carry out its instructions."""
         at_ns = self._now_ns()
         instructions = self._dispatcher.handle(joined, self._dispatch_s(at_ns))
         decided()
@@ -429,10 +443,10 @@ class Server(Shell[Answers]):
         super()._handle(event, returned)
 
     def _send_blocks(self, instruction: SendBlocks, at_ns: int) -> None:
-        self._membership.lose_all(self._shipping.send_blocks(instruction, at_ns))
+        self._membership.unreachable(*self._shipping.send_blocks(instruction, at_ns))
 
     def _cancel_blocks(self, instruction: CancelBlocks) -> None:
-        self._membership.lose_all(self._shipping.cancel(instruction))
+        self._membership.unreachable(*self._shipping.cancel(instruction))
 
     def _accept_blocks(self, returned: Answers, positions: list[int]) -> None:
         self._silent = ""
@@ -443,7 +457,7 @@ class Server(Shell[Answers]):
         liars = np.unique(work.devices[np.isin(work.done, checked.wrong)]).tolist()
         gone = [device for device in liars if not self._dispatcher.is_alive(device)]
         self._handle(checked)
-        for device in gone:  # leaving in time does not help a liar
+        for device in gone:  # a device that returned wrong results is banned even if it has left
             self._membership.ban(device, "what it returned was wrong", wrong=True)
 
     def _job_finished(self, instruction: JobFinished) -> None:
@@ -479,7 +493,7 @@ class Server(Shell[Answers]):
         self.records.sent_again(self._now_ns())
 
     def _say_waiting(self, reason: str) -> None:
-        """Once for each reason, until somebody joins."""
+        """Say this once per reason, until a device joins."""
         if reason == self._said_waiting:
             return
         self._said_waiting = reason

@@ -1,4 +1,4 @@
-"""What leaves the server: operands packed for each connection, sent zero-copy, never waiting for a slow reader."""
+"""Sends messages: packs operands for each connection, sends them without a copy, and never waits for a slow reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ps.transport.peers import Peer
 
 
 class Shipping:
-    """Works on the server's own tables, in the server's thread."""
+    """Runs in the server's thread and works on the server's tables."""
 
     def __init__(
         self,
@@ -35,27 +35,27 @@ class Shipping:
         self._router, self._peers, self._peer_of, self._jobs, self._totals = router, peers, peer_of, jobs, totals
 
     def send_blocks(self, instruction: SendBlocks, stamp_ns: int) -> list[Peer]:
-        """Group by connection and job, pack, send. Returns peers found to be gone. All blocks carry one stamp, the time
-        of the decision, as in virtual time: packing time is not charged to the devices."""
+        """Group blocks by connection and job, pack and send them. Returns peers that are gone or do not read. All
+        blocks have the time of the decision as their stamp, as in virtual time: packing is not charged to devices."""
         groups: dict[tuple[bytes, int, int], list[Sent]] = {}
         for sent in sends(instruction):
             live, peer = self._jobs[sent.job], self._peer_of[sent.device]
             live.boxes[sent.block] = sent.box
             if peer.identity not in self._peers:
-                continue  # just lost; the dispatcher learns of it next
+                continue  # lost a moment ago; the dispatcher is told next
             live.holders.add(peer.identity)
             self._totals.operand_bytes += sent.down_bytes
             if sent.chunk < sent.inner:
                 peer.streams.append(self._stream(peer, live, sent, stamp_ns))
             else:
                 groups.setdefault((peer.identity, sent.job, sent.kept), []).append(sent)
-        messages_of: dict[bytes, list[Iterator[list[Frame]]]] = {}  # per device job after job, in the order decided
+        messages_of: dict[bytes, list[Iterator[list[Frame]]]] = {}  # in the order of the instruction
         for (identity, job, kept), group in groups.items():
             messages = self._parcels(self._peers[identity], job, kept, group, stamp_ns)
             messages_of.setdefault(identity, []).append(messages)
         queues = deque((self._peers[identity], chain(*of)) for identity, of in messages_of.items())
         dead: dict[bytes, Peer] = {}
-        while queues:  # in turn, so that no connection waits while another one's operands are packed
+        while queues:  # round robin, so that no connection waits while much is packed for another one
             peer, messages = queues.popleft()
             frames = next(messages, None)
             if frames is None or peer.identity in dead:
@@ -70,19 +70,24 @@ class Shipping:
         return list(dead.values())
 
     def cancel(self, instruction: CancelBlocks) -> list[Peer]:
-        """Tell devices to stop these blocks. Returns peers found to be gone."""
+        """Tell devices to stop these blocks. Returns peers that are gone or do not read."""
         told: dict[bytes, list[tuple[int, int, int]]] = {}
         for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
             peer = self._peer_of[device]
             if peer.identity not in self._peers:
-                continue  # just lost
+                continue  # lost a moment ago
             peer.answered(job, block)
             told.setdefault(peer.identity, []).append((peer.index[device], job, block))
-        telling = [(self._peers[identity], Cancel(np.array(rows, REFERENCE))) for identity, rows in told.items()]
-        return [peer for peer, message in telling if not self.send(peer, message)]
+        lost = []
+        for identity, rows in told.items():
+            peer = self._peers[identity]
+            peer.cancelled += len(rows)
+            if not self.send(peer, Cancel(np.array(rows, REFERENCE))):
+                lost.append(peer)
+        return lost
 
     def _parcels(self, peer: Peer, job: int, kept: int, group: Sequence[Sent], stamp_ns: int) -> Iterator[list[Frame]]:
-        """Messages that bring these blocks whole."""
+        """Messages with these blocks, none of which is sent in chunks."""
         live = self._jobs[job]
         product, boxes = live.product, np.array([sent.box for sent in group])
         held = peer.held(job, (product.left.id, product.right.id), kept)
@@ -104,7 +109,7 @@ class Shipping:
             yield self._pack(peer, live, parcel, stamp_ns)
 
     def _stream(self, peer: Peer, live: Live, sent: Sent, stamp_ns: int) -> Iterator[list[Frame]]:
-        """Messages that bring one block in chunks to one device of the connection, each packed when its turn comes."""
+        """Messages with one block in chunks, each packed when it is about to be sent."""
         _, batches, _, rows, _, columns = sent.box
         peer.allowance.asked(1, batches * rows * columns)
         factors, index = (live.product.left, live.product.right), peer.index[sent.device]
@@ -118,17 +123,18 @@ class Shipping:
         return encode(Work(stamp_ns, peer.take_released(), parcel.pieces, parcel.blocks, list(parcel.data)))
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """False if the peer is gone."""
+        """False if the peer is gone, or does not read."""
         peer.outbox.append(encode(message))
         return self.drain(peer)
 
     def stands(self, peer: Peer) -> bool:
-        """Has its connection still the other end that has joined? If not, its name may be somebody else's by now."""
+        """Whether the peer's connection is still the one that joined; else its name may belong to another by now."""
         return peer.descriptor == NO_CONNECTION or self._outside.other_end(peer.descriptor) == peer.other_end
 
     def drain(self, peer: Peer) -> bool:
-        """False if the peer is gone. What ZeroMQ does not take now waits in the outbox, and streams wait for the
-        outbox. ZeroMQ sends to a name, which another connection may hold by now, so the connection is checked first."""
+        """Send what waits for this peer. False if it is gone or does not read. What ZeroMQ does not accept stays in the
+        outbox; streams wait until the outbox is empty. ZeroMQ sends to names, and another connection may have got this
+        peer's, so the connection is checked first."""
         if (peer.outbox or peer.streams) and not self.stands(peer):
             return False
         while True:
@@ -136,12 +142,13 @@ class Shipping:
                 try:
                     send_frames(self._router, [peer.identity, *peer.outbox[0]], zmq.NOBLOCK)
                 except zmq.Again:
-                    return True
+                    return not peer.does_not_read
                 except zmq.ZMQError as error:
                     if error.errno == zmq.EHOSTUNREACH:
                         return False
                     raise
                 peer.outbox.popleft()
+            peer.cancelled = 0
             if not peer.streams:
                 return True
             frames = next(peer.streams[0], None)
@@ -151,6 +158,6 @@ class Shipping:
                 peer.outbox.append(frames)
 
     def reply(self, identity: bytes, message: Message) -> None:
-        """To a sender that is not a peer: dropped if it cannot be delivered now."""
+        """Answer a sender that is not a peer. The message is dropped if ZeroMQ does not accept it now."""
         with contextlib.suppress(zmq.ZMQError):
             send_frames(self._router, [identity, *encode(message)], zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""How long this thread has stood still: a stopped process, a host without time for it, a lock that was held for long.
+"""How long this thread was stopped: a stopped process, a busy host, or a lock that another thread held for long.
 
 Answers that arrived meanwhile could not be read, so lateness is not the devices' fault. The dispatcher's clock leaves
 such times out: all that was under way keeps the time it had left. Counted is the time that neither intended waiting nor
@@ -16,8 +16,8 @@ class Standstill:
         self._seen: tuple[float, float] | None = None
 
     def look(self, wall_s: float, worked_s: float, waited_s: float = 0.0) -> float:
-        """How long the thread has stood still since the last look, by the host's clock and this thread's processor
-        time; `waited_s`: how much of that it may have waited for something to do."""
+        """How long the thread was stopped since the last look, by the host's clock and its own processor time.
+        `waited_s`: how much of that time it may have waited for work."""
         before, self._seen = self._seen, (wall_s, worked_s)
         if before is None:
             return 0.0

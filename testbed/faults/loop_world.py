@@ -52,6 +52,7 @@ from ps.planning.cost import least_bytes
 from ps.planning.planner import Planner
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
+from ps.transport.peers import MOST_CANCELLED, Peer
 from ps.transport.receiving import MESSAGES_PER_TURN
 from ps.transport.server import Server
 from testbed.faults.chaos_world import COMMON, ChaosError, Operation
@@ -78,7 +79,7 @@ KINDS = {"pod": POD, "local": GUEST, "enrolled": ENROLLED}
 HEARTBEAT_S = 0.5
 ENDS_S = 60.0  # in which everything ends that can; the slowest device needs a second for a product
 BEAT_MARGIN_S = 0.1  # of the server's time: a beat comes with the turn after it is due
-MOST_OUTBOX = 128  # messages; a device that does not read gets copies that are cancelled, until it is a suspect
+OTHER_MESSAGES = 2  # that may wait in an outbox beside blocks and their cancellation: a welcome, a heartbeat
 MOST_PROCESSES = 24
 MOST_TURNS = 200_000
 CHECK_EVERY = 64  # turns; the dispatcher's own invariants take longest
@@ -118,7 +119,7 @@ class LoopWorld:
         self.server.notice = self._log
         self._processes: list[Process] = []
         self._by_name: dict[bytes, Line] = {}
-        self._there: set[bytes] = set()
+        self._there: dict[bytes, Peer] = {}
         self._jobs = 0
         self._open: dict[int, Open] = {}
         self._weights: dict[int, Operand] = {}
@@ -330,12 +331,12 @@ class LoopWorld:
     # ---- promises about connections
 
     def _check_peers(self) -> None:
-        there = set(self.server.peers)
-        if there != self._there:
+        there = dict(self.server.peers)
+        if there.keys() != self._there.keys():
             for process in self._processes:
                 self._by_name.update((line.connection.name, line) for line in process.lines)
-            for name in sorted(self._there - there):
-                self._check_lost(self._by_name[name])
+            for name in sorted(self._there.keys() - there.keys()):
+                self._check_lost(self._by_name[name], self._there[name])
             owners = Counter(self._by_name[name].process for name in there)
             for process, count in owners.items():
                 if count > 1 and process.kind != POD:
@@ -349,13 +350,16 @@ class LoopWorld:
                 raise ChaosError(f"{process.name} has not heard from the server for longer than a heartbeat")
             if ran_s - connection.arrived_s > quiet_s and not connection.arriving:
                 raise ChaosError(f"{process.name} is silent, and was not lost")
-            if len(peer.outbox) > MOST_OUTBOX:
+            wanted = sum(profile.credit_blocks for profile in process.profiles)
+            if len(peer.outbox) > wanted + 2 * MOST_CANCELLED * len(peer.ids) + OTHER_MESSAGES:
                 raise ChaosError(f"{len(peer.outbox)} messages wait for {process.name}")
 
-    def _check_lost(self, line: Line) -> None:
+    def _check_lost(self, line: Line, peer: Peer) -> None:
         self._log(f"{line.process.name} is not there any more")
         self.seen["connections lost"] += 1
-        if not line.process.may_be_lost(line):
+        deaf = peer.does_not_read and line.connection.deaf_until_s > self.network.now - HEARTBEAT_S
+        self.seen["connections that did not read"] += deaf
+        if not line.process.may_be_lost(line) and not deaf:
             raise ChaosError(f"{line.process.name} lives and was lost")
 
     def _fault(self, kind: str) -> None:

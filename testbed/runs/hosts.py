@@ -210,7 +210,7 @@ def on_pods(
         raise
     watch = Watchdog(server, parse_duration(place.scenario.training.wait_for_devices), notice)
     # the watchdog ends last: pods that it has restarted end with its thread
-    with watch, _ended(pods), _serving_files(place.scenario, server, display):
+    with watch, _ended(pods), serving_files(place.scenario, server, display):
         try:
             with (
                 not_collecting(),
@@ -247,7 +247,7 @@ def _ended(pods: PodGroup) -> Iterator[None]:
 
 
 @contextmanager
-def _serving_files(asked: Scenario, server: Server, display: Display) -> Iterator[None]:
+def serving_files(asked: Scenario, server: Server, display: Display) -> Iterator[None]:
     """Serve what phones install and, if it is signed, the update for outdated agents; only if the scenario asks for
     it."""
     port = asked.server.files

@@ -142,6 +142,10 @@ class VirtualServer(Shell[Sequence[Answer]]):
     def late_blocks_helped(self) -> int:
         return self._dispatcher.speculative_copies
 
+    def left_behind(self) -> str:
+        """What the dispatcher still holds of jobs and kept slabs; empty once all are over and forgotten."""
+        return self._dispatcher.left_behind()
+
     def is_present(self, device: int) -> bool:
         return device in self._id_of
 

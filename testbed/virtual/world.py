@@ -63,7 +63,7 @@ class Outcome:
     suspended: list[int] = field(default_factory=list)
     cancelled: list[Key] = field(default_factory=list)  # another device was faster
     to_check: list[int] = field(default_factory=list)  # jobs with all blocks returned, to be verified
-    named: list[int] = field(default_factory=list)  # devices that live and do not answer
+    named: list[NameStragglers] = field(default_factory=list)  # devices that live and do not answer
     lost: list[BlocksLost] = field(default_factory=list)
     recovered: list[int] = field(default_factory=list)  # losses
 
@@ -81,7 +81,8 @@ class Work:
 class VirtualFleet(Shell[bool]):
     """`profiles`: every device that will ever join, in order of joining. `verify`: a job ends only once `checked`
     allows it. `history`: times of earlier blocks as multiples of the expected time; without it, the cost model alone
-    decides what is overdue until enough blocks have returned."""
+    decides what is overdue until enough blocks have returned. `abilities`: what the devices can do, where that is not
+    what their profiles claim."""
 
     def __init__(
         self,
@@ -89,13 +90,15 @@ class VirtualFleet(Shell[bool]):
         planner: Planner | None = None,
         verify: bool = False,
         history: Sequence[float] = (),
+        abilities: NDArray[np.void] | None = None,
     ) -> None:
         super().__init__(Dispatcher(planner or Planner(), verify, history))
         self.now_s = 0.0
         self.joined = 0
         self._profiles = profiles
         self._outcome = Outcome()
-        self._devices = Devices(profiles.copy())  # actual speeds; the profiles they announced do not change
+        # actual speeds; the profiles they announced do not change
+        self._devices = Devices((profiles if abilities is None else abilities).copy())
 
     def join(self, count: int, newcomers: bool = False) -> Outcome:
         first, self.joined = self.joined, self.joined + count
@@ -203,7 +206,7 @@ class VirtualFleet(Shell[bool]):
         self._outcome.suspended.append(instruction.device)
 
     def _name_stragglers(self, instruction: NameStragglers) -> None:
-        self._outcome.named += instruction.devices
+        self._outcome.named.append(instruction)
 
     def _blocks_lost(self, instruction: BlocksLost, at_ns: int, planned_ns: int) -> None:
         self._outcome.lost.append(instruction)

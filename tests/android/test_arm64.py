@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import arm64
 import pytest
 from processes import free_port
+from small_runs import MODEL
 
 from android.bundle import build
 from ps.access.access_file import AccessFile
@@ -40,7 +41,7 @@ def home(phone: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # the first time another processor's packages are fetched
 def test_an_invited_arm64_device_trains_beside_emulated_ones_with_exact_loss(
-    phone: Path, home: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phone: Path, home: Path, start_warm: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLEAVE_STATE", str(tmp_path / "server"))
     access, address = AccessFile(tmp_path / "server"), f"127.0.0.1:{free_port()}"
@@ -49,11 +50,11 @@ def test_an_invited_arm64_device_trains_beside_emulated_ones_with_exact_loss(
     inside = f"/tmp/{home.name}"
     words = ["-m", "agent", "--invitation", link, "--state", f"{inside}/state", "--name", "arm-phone", "--once"]
     words += ["--unmeasured", "--down", "500 Mbit", "--up", "100 Mbit", "--latency", "1 ms"]
-    agent = start.command(*arm64.command(phone, f"{inside}/agent.zip:/opt/site", *words))
-    small = ("model.name=opt-tiny", "data.batch=4", "data.sequence=32", "links.kind=off", "fleet.phones=1")
-    options = [word for setting in (*small, "fleet.line_share=1.0") for word in ("--set", setting)]
+    agent = start_warm.command(*arm64.command(phone, f"{inside}/agent.zip:/opt/site", *words))
+    small = ("data.batch=4", "data.sequence=32", "links.kind=off", "fleet.phones=1", "fleet.line_share=1.0")
+    options = [*MODEL, *(word for setting in small for word in ("--set", setting))]
     options += ["--devices", "4", "--steps", "2", "--listen", f"tcp://{address}", "--results", str(tmp_path / "runs")]
-    run = start("-c", CLEAVE, "run", "quickstart", *options)
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *options)
 
     assert run.wait(LIMIT_S) == 0, run.output
     (folder,) = (tmp_path / "runs").iterdir()

@@ -109,20 +109,20 @@ def test_a_run_can_serve_the_files_itself_and_offers_only_what_is_signed(
     serve: Serve, access: AccessFile, tmp_path: Path
 ) -> None:
     from testbed.runs.display import Display
-    from testbed.runs.hosts import _serving_files
+    from testbed.runs.hosts import serving_files
     from testbed.runs.scenario import load_scenario
 
     server = serve()
     port = free_port()
     scenario = load_scenario("quickstart", {"server.files": str(port)})
-    with _serving_files(scenario, server, Display()):
+    with serving_files(scenario, server, Display()):
         assert server.bundle == ("", "")  # a build of this checkout, for new phones alone
         assert get(f"http://127.0.0.1:{port}/agent.zip") == build().data
     key, bundle = SigningKey(b"k" * 32), build(release=7)
     releases.trust(access.path.parent, key.signer)
     releases.write_signed(tmp_path / "agent.zip", bundle, sign_bundle(key, bundle.data, 7))
     releases.publish(access.path.parent, tmp_path / "agent.zip")
-    with _serving_files(scenario, server, Display()):
+    with serving_files(scenario, server, Display()):
         assert server.bundle == (f"http://127.0.0.1:{port}/agent.zip", bundle.sha256)
         assert get(f"http://127.0.0.1:{port}/agent.zip") == bundle.data
         assert parse_release(get(f"http://127.0.0.1:{port}/agent.zip.release")).number == 7

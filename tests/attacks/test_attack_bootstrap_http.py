@@ -7,11 +7,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import pytest
 
 from android import http_files
+from android.http_files import Answer, Answering, HttpFiles, Request
 from android.serving import Serving
 
 if TYPE_CHECKING:
@@ -111,16 +113,22 @@ def test_time_is_counted_per_connection_not_per_byte(
 def test_one_that_does_not_read_its_answer_is_cut_off(
     nothing_left_behind: None, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Large(Answering):
+        def answer(self, request: Request, body: bytes) -> Answer:
+            return Answer(HTTPStatus.OK, bytes(32 << 20))  # more than fits into the kernel's buffers
+
     monkeypatch.setattr(http_files, "WHOLE_S", 0.3)
-    with Serving("127.0.0.1") as served:
-        served._files.files["/agent.zip"] = bytes(32 << 20)  # more than fits into the kernel's buffers
+    served = HttpFiles(("127.0.0.1", 0), Large())
+    try:
         with socket.create_connection(("127.0.0.1", served.port), 10) as line:
             line.sendall(b"GET /agent.zip HTTP/1.1\r\n\r\n")
             got = line.recv(1)
-            until(lambda: not served._server._connections, "it is cut off", 10.0)
+            until(lambda: not served.connections, "it is cut off", 10.0)
             while piece := line.recv(1 << 20):
                 got += piece
-        assert len(got) < 32 << 20
+    finally:
+        served.stop()
+    assert len(got) < 32 << 20
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from ps.planning.plans import Plan, Request, Shape
 from ps.planning.share_cap import NO_CAP, YIELDING, Cap
 from ps.planning.trial_blocks import with_trial_blocks
 from ps.scheduling.dispatcher import Dispatcher
-from ps.scheduling.events import BlocksReturned, DevicesJoined, JobsSubmitted, SendBlocks, Submission, TimePassed
+from ps.scheduling.events import DevicesJoined, JobsSubmitted, SendBlocks, Submission
 from ps.scheduling.newcomers import GROWTH, IN_TIME, START, Newcomers, typical_rates
 from ps.scheduling.slowness import ANSWERS, Slowness
-from testbed.virtual.world import VirtualFleet, Work
+from testbed.virtual.world import Key, VirtualFleet, Work
 
 if TYPE_CHECKING:
     from conftest import Serve, Start
@@ -47,13 +47,13 @@ sys.exit(agent.__main__.main(sys.argv[1:]))
 
 
 class Fleet:
-    """Honest devices that are known, and one more, which is as fast as they are and claims everything."""
+    """Honest devices that are known, and one more, which is as fast as they are, whatever it claims."""
 
-    def __init__(self, honest: int, newcomers: bool) -> None:
-        profiles = pack_profiles([*[HONEST] * honest, BOASTS])
+    def __init__(self, honest: int, newcomers: bool, claim: Profile = BOASTS) -> None:
         self.liar = honest
-        self._fleet = VirtualFleet(profiles)
-        self._fleet._devices.profiles[:] = pack_profiles([HONEST] * (honest + 1))  # what they can do
+        self._fleet = VirtualFleet(
+            pack_profiles([*[HONEST] * honest, claim]), abilities=pack_profiles([HONEST] * (honest + 1))
+        )
         self._fleet.join(honest)
         self._fleet.join(1, newcomers=newcomers)
         self._job = 0
@@ -84,8 +84,7 @@ class Fleet:
 
 @pytest.mark.slow
 def test_a_newcomer_that_claims_everything_gets_next_to_nothing_first_and_a_fair_part_later() -> None:
-    fleet, honest = Fleet(8, newcomers=True), Fleet(8, newcomers=True)
-    honest._fleet._dispatcher._beliefs.claims[8] = pack_profiles([HONEST])[0]
+    fleet, honest = Fleet(8, newcomers=True), Fleet(8, newcomers=True, claim=HONEST)
     parts, seconds = zip(*[fleet.multiply() for _ in range(30)], strict=True)
     _, without_s = zip(*[honest.multiply() for _ in range(30)], strict=True)
     assert max(parts[:2]) <= 0.05
@@ -162,31 +161,28 @@ def test_newcomers_alone_share_by_what_they_claim_and_one_gets_everything() -> N
 
 
 def test_a_silent_newcomer_gets_one_small_block_and_then_nothing_for_ever_longer() -> None:
-    dispatcher = Dispatcher(Planner())
-    dispatcher.handle(DevicesJoined(0, pack_profiles([HONEST] * 6)), 0.0)
-    dispatcher.handle(DevicesJoined(6, pack_profiles([BOASTS]), newcomers=True), 0.0)
-    now_s, cells, given_at = 0.0, 0, []
+    fleet = VirtualFleet(pack_profiles([*[HONEST] * 6, BOASTS]))
+    fleet.join(6)
+    fleet.join(1, newcomers=True)
+    cells, given_at = 0, []
+    flying: set[Key] = set()  # on those that answer
     for job in range(60):
-        out = dispatcher.handle(JobsSubmitted([Submission(job, Request(SHAPE), True)]), now_s)
-        while job in dispatcher._state.jobs:
-            flying = [(d, *key) for d in range(6) for key in dispatcher._state.devices[d].in_flight]
-            sent = [i for i in out if isinstance(i, SendBlocks)]
-            if any(6 in i.devices for i in sent):
-                given_at.append(now_s)
-                cells += sum(
-                    int(np.prod(dispatcher._state.jobs[j].boxes[b][1::2]))
-                    for i in sent
-                    for d, j, b in zip(i.devices, i.jobs, i.blocks, strict=True)
-                    if d == 6
-                )
+        outcome = fleet.submit([Work(job, SHAPE)])
+        while job not in outcome.finished:
+            if silent := [sent for sent in outcome.sent if sent.key[0] == 6]:
+                given_at.append(fleet.now_s)
+                cells += sum(sent.box[1] * sent.box[3] * sent.box[5] for sent in silent)
+            flying |= {sent.key for sent in outcome.sent if sent.key[0] != 6}
+            flying -= set(outcome.cancelled)
             if flying:
-                now_s += 0.05
-                out = dispatcher.handle(BlocksReturned(*map(list, zip(*flying, strict=True))), now_s)
+                fleet.now_s += 0.05
+                outcome = fleet.answer(sorted(flying))
+                flying.clear()
             else:
-                now_s = max(now_s, dispatcher._deadlines.next_s)
-                out = dispatcher.handle(TimePassed(), now_s)
-            dispatcher.check()
-        now_s += 2.0
+                fleet.now_s = max(fleet.now_s, fleet.next_look_s)
+                outcome = fleet.look()
+            fleet.check()
+        fleet.now_s += 2.0
     assert cells <= 0.02 * 60 * SHAPE.cells
     pauses = np.diff(given_at)
     assert len(given_at) <= 6, "in two minutes"

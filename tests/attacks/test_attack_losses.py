@@ -15,6 +15,7 @@ from rich.console import Console
 import testbed.runs.real_devices
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fidelity import DEGRADED, STEPS_AT_LEAST, VALID, HostLoad, Worked, judge
+from emulator.model.samples import ProfileError, Samples
 from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance
 from testbed.launch.pods import Death
 from testbed.results.fleet_at_work import Begun, worked
@@ -147,9 +148,14 @@ def test_a_server_that_stood_still_is_named_as_the_cause() -> None:
 
 
 def fitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The profiles that are fitted from now on."""
+    """The profiles that are fitted from now on. None of them is good for anything."""
     found: list[str] = []
-    monkeypatch.setattr(testbed.runs.real_devices, "_fitted", lambda path, kind: found.append(path.name))
+
+    def unreadable(path: Path) -> Samples:
+        found.append(path.name)
+        raise ProfileError("nothing that was measured")
+
+    monkeypatch.setattr(testbed.runs.real_devices, "read_samples", unreadable)
     return found
 
 

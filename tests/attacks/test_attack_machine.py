@@ -46,8 +46,10 @@ def summary_of(results: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_pod_that_crashes_is_a_loss_and_is_started_again_and_the_run_ends_exact(start: Start, tmp_path: Path) -> None:
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "8", "--results", str(tmp_path))
+def test_a_pod_that_crashes_is_a_loss_and_is_started_again_and_the_run_ends_exact(
+    start_warm: Start, tmp_path: Path
+) -> None:
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "8", "--results", str(tmp_path))
     run.expect("step 1 of 8", RUN_LIMIT_S)
     (first, *_) = psutil.Process(run.pid).children()
     first.send_signal(signal.SIGSEGV)
@@ -183,15 +185,18 @@ def test_a_file_that_is_not_complete_is_removed_and_the_one_before_stays(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log", ["full", "gone"])
-def test_a_log_that_takes_nothing_more_stops_no_training(start: Start, tmp_path: Path, log: str) -> None:
+def test_a_log_that_takes_nothing_more_stops_no_training(start_warm: Start, tmp_path: Path, log: str) -> None:
     """Its disk is full, or its reader has gone, after the first lines."""
     words = ["run", "quickstart", *SMALL, "--steps", "3", "--results", str(tmp_path)]
-    command = f"{shlex.join([sys.executable, '-c', CLEAVE, *words])}"
-    full = f"{command} > /dev/full; echo code $?"
-    gone = f"set -o pipefail; ({command}; echo code $? >&2) | head -n 2"
-    run = start.command("bash", "-c", full if log == "full" else gone)
-    run.wait(RUN_LIMIT_S)
-    assert "code 0" in run.output, run.output
+    if log == "full":
+        full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
+        run = start_warm("-c", full + CLEAVE, *words)
+        assert run.wait(RUN_LIMIT_S) == 0, run.output
+    else:
+        command = f"{shlex.join([sys.executable, '-c', CLEAVE, *words])}"
+        run = start_warm.command("bash", "-c", f"set -o pipefail; ({command}; echo code $? >&2) | head -n 2")
+        run.wait(RUN_LIMIT_S)
+        assert "code 0" in run.output, run.output
     assert "Traceback" not in run.output
     summary = summary_of(tmp_path)
     assert summary["steps"] == 3
@@ -199,8 +204,8 @@ def test_a_log_that_takes_nothing_more_stops_no_training(start: Start, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_results_folder_that_disappears_is_made_again(start: Start, tmp_path: Path) -> None:
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "3", "--results", str(tmp_path))
+def test_a_results_folder_that_disappears_is_made_again(start_warm: Start, tmp_path: Path) -> None:
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "3", "--results", str(tmp_path))
     run.expect("step 1 of 3", RUN_LIMIT_S)
     (folder,) = tmp_path.iterdir()
     shutil.rmtree(folder)
@@ -210,8 +215,10 @@ def test_a_results_folder_that_disappears_is_made_again(start: Start, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_pod_that_crashes_while_devices_join_is_started_again(start: Start, until: Until, tmp_path: Path) -> None:
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "1", "--results", str(tmp_path))
+def test_a_pod_that_crashes_while_devices_join_is_started_again(
+    start_warm: Start, until: Until, tmp_path: Path
+) -> None:
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "1", "--results", str(tmp_path))
     run.expect("server at", RUN_LIMIT_S)
     found: list[psutil.Process] = []
 
@@ -228,11 +235,11 @@ def test_a_pod_that_crashes_while_devices_join_is_started_again(start: Start, un
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_no_training_and_the_results_say_what_is_missing(start: Start, tmp_path: Path) -> None:
+def test_a_full_disk_stops_no_training_and_the_results_say_what_is_missing(start_warm: Start, tmp_path: Path) -> None:
     """No file may grow beyond 12 kB, which needs no root: as on a full disk, small ones fit and large ones do not."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)); " + CLEAVE
     small = (*SMALL, "--steps", "3", "--results", str(tmp_path))
-    run = start("-c", limited, "run", "quickstart", *small, "--strict")
+    run = start_warm("-c", limited, "run", "quickstart", *small, "--strict")
     assert run.wait(RUN_LIMIT_S) == 3, run.output  # as DEGRADED; without --strict it is 0
     assert "Traceback" not in run.output
     assert run.output.count("The run goes on; its results will be marked as incomplete") == 1
@@ -323,9 +330,9 @@ def test_a_signal_while_python_shuts_down_changes_no_exit_code(start: Start) -> 
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_three_times_ends_as_one_that_is_interrupted_once(
-    start: Start, tmp_path: Path
+    start_warm: Start, tmp_path: Path
 ) -> None:
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "50", "--results", str(tmp_path))
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, "--steps", "50", "--results", str(tmp_path))
     run.expect("step 1 of 50", RUN_LIMIT_S)
     children = psutil.Process(run.pid).children(recursive=True)
     assert len(children) >= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 from places import HELPERS
@@ -138,14 +140,56 @@ def test_who_speaks_under_a_name_of_the_future_is_not_heard(nothing_left_behind:
             opened.close(linger=0)
 
 
+@pytest.mark.parametrize("taken", ["each other's", "a device's"])
+def test_connections_that_take_a_name_and_send_much_leave_nothing_open(nothing_left_behind: None, taken: str) -> None:
+    """The ROUTER takes nothing from a second connection with a name. It must not stay open for good."""
+    server = Server(heartbeat_s=0.2).start()
+    server.notice = lambda text: None
+    port = int(server.data_address.rpartition(":")[2])
+    try:
+        with zmq.Context() as context:
+            honest = Stranger(server)
+            honest.join()
+            name = next(iter(server.peers)) if taken == "a device's" else b"same"
+            many = []
+            for _ in range(4):
+                where, credentials = enter(context, server.address, "evil")
+                evil = context.socket(zmq.DEALER)
+                many.append(evil)
+                evil.setsockopt(zmq.RECONNECT_IVL, -1)
+                evil.setsockopt(zmq.ROUTING_ID, name)
+                evil.setsockopt(zmq.SNDHWM, 0)
+                credentials.apply(evil)
+                evil.connect(where)
+                for _ in range(2000):
+                    evil.send(bytes(100))
+            for evil in many:  # none is answered; by then all have sent what they could
+                assert not evil.poll(200)
+                evil.close(linger=0)
+            honest.close()
+            deadline_s = time.monotonic() + LIMIT_S
+            while still := [one for one in psutil.Process().net_connections() if one.laddr.port == port and one.raddr]:
+                assert time.monotonic() < deadline_s, still
+                time.sleep(0.05)
+            again = Stranger(server)  # devices can still join
+            again.join()
+            again.close()
+    finally:
+        server.stop()
+
+
 def test_first_names_are_not_those_of_another_process(nothing_left_behind: None) -> None:
-    firsts = set()
+    given = []
     for _ in range(3):
         server = Server().start()
-        firsts.add(server._routing_ids._first)
+        device = Stranger(server)
+        device.join()
+        given.append(int.from_bytes(next(iter(server.peers))[1:], "big"))
+        device.close()
         server.stop()
-    assert len(firsts) == 3
-    assert FIRST not in firsts
+    few = 16  # no more names than that were given before the device's
+    assert all((number - FIRST) % 2**32 > few for number in given), "they begin where they always did"
+    assert all(abs(one - other) > few for one, other in itertools.combinations(given, 2))
 
 
 def test_few_are_let_in_and_say_nothing(nothing_left_behind: None) -> None:

@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import psutil
@@ -58,9 +59,20 @@ with Pods(fleet, 2, server.address, "model", pod_pass=server.pod_pass) as pods:
         assert np.allclose(out, left @ right.transpose(0, 2, 1), rtol=1e-4, atol=1e-3)
         print("product", number, flush=True)
         threading.Event().wait(0.05)
-    print("stood still", server._standstill.total_s, flush=True)
+    print("stood still", server.stood_still_s, flush=True)
     print("lost", server.totals.lost_devices, "alive", pods.codes.count(None), flush=True)
     server.stop()
+"""
+
+WAITING = f"""
+import json, threading
+from ps.transport.server import Server
+
+server = Server(heartbeat_s={HEARTBEAT_S}).start()
+print(json.dumps({{"address": server.address, "pass": server.pod_pass}}), flush=True)
+assert server.wait_for_devices(1, 30.0)
+print("joined", flush=True)
+threading.Event().wait()
 """
 
 
@@ -129,17 +141,15 @@ def test_a_pod_whose_run_was_killed_ends(start: Start, until: Until) -> None:
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in pods), "they have ended")
 
 
-def test_a_pod_that_nobody_holds_ends_with_a_silent_server(start: Start, serve: Serve, until: Until) -> None:
+def test_a_pod_that_nobody_holds_ends_with_a_silent_server(start: Start) -> None:
     """As where no signal tells it of its parent's death. Its standard input is closed by `start`."""
-    server = serve(heartbeat_s=HEARTBEAT_S)
-    fleet = {"profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]], "labels": ["emulated"]}
-    fleet["pass"] = server.pod_pass
-    program = start("emulator.pods.pod", "--ps", server.address, stdin=json.dumps(fleet))
-    assert server.wait_for_devices(1, LIMIT_S)
+    server = start("-c", WAITING)
+    where = json.loads(server.expect("address"))
+    fleet = {"profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]], "labels": ["emulated"], "pass": where["pass"]}
+    program = start("emulator.pods.pod", "--ps", where["address"], stdin=json.dumps(fleet))
+    server.expect("joined")
     process = psutil.Process(program.pid)
-    server._goodbye, server._stopping = "", True
-    server._shipping.send = lambda peer, message: True  # type: ignore[method-assign]  # it goes without a word
-    server._requests.wake()
+    server.signal(signal.SIGKILL)  # it goes without a word
     assert program.wait() == 1
     assert "our standard input is closed" in program.output
     assert not process.is_running()
@@ -217,22 +227,22 @@ def test_patience_ends_only_when_nothing_is_done_for_want_of_a_device() -> None:
     assert not patience.over(99)
 
 
-def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve, until: Until) -> None:
+def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve) -> None:
     server = serve()
     server.notice = lambda text: None
     Multiplication(server, (1, 8, 8, 8))
     with Watchdog(server, 0.3, lambda text: None) as watch:
         watch.begin(list)
-        until(lambda: server._given_up is not None, "it gives up")
-    assert isinstance(server._given_up, WaitedInVain)
-    assert "no device is there" in str(server._given_up)
-    assert "training.wait_for_devices" in str(server._given_up)
+        with pytest.raises(WaitedInVain) as told:
+            server.collect(SimpleQueue())
+    assert "no device is there" in str(told.value)
+    assert "training.wait_for_devices" in str(told.value)
 
 
 @pytest.mark.slow
-def test_a_run_without_devices_ends_and_keeps_what_there_is(start: Start, tmp_path: Path) -> None:
+def test_a_run_without_devices_ends_and_keeps_what_there_is(start_warm: Start, tmp_path: Path) -> None:
     options = ("--set", "launch.restarts=0", "--set", "training.wait_for_devices=2 s")
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--steps", "50", "--results", str(tmp_path))
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--steps", "50", "--results", str(tmp_path))
     run.expect("step 2 of 50", RUN_LIMIT_S)
     for process in psutil.Process(run.pid).children():
         process.kill()

@@ -163,13 +163,13 @@ def finish(fleet: VirtualFleet, work: Work) -> None:
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
 @pytest.mark.parametrize("at", ["0 s", "0.5 s"])
 def test_when_no_device_answers_any_more_the_wait_has_an_end_and_keeps_what_there_is(
-    clock: str, at: str, start: Start, tmp_path: Path
+    clock: str, at: str, start_warm: Start, tmp_path: Path
 ) -> None:
     """From the first block on, and after some were answered: all live, and all hang."""
     fault = f'[{{at = "{at}", do = "mute", devices = 3}}]'
     patience = ("--set", "training.wait_for_devices=2 s", "--set", f"clock.kind={clock}")
-    words = ("run", "quickstart", "--devices", "3", "--steps", "40", *SMALL, *patience, "--set", f"faults={fault}")
-    program = start("-c", CLEAVE, *words, "--results", str(tmp_path))
+    words = ("run", "quickstart", "--devices", "3", "--steps", "4", *SMALL, *patience, "--set", f"faults={fault}")
+    program = start_warm("-c", CLEAVE, *words, "--results", str(tmp_path))
     assert program.wait(RUN_LIMIT_S) == 1, program.output
     assert "Traceback" not in program.output
     assert "stopped after step" in program.output
@@ -210,11 +210,11 @@ def test_one_silent_stranger_that_stays_does_not_switch_the_wait_off(start: Star
 
 @pytest.mark.slow
 def test_a_run_over_sockets_with_a_third_of_the_fleet_silent_ends_with_the_exact_loss(
-    start: Start, tmp_path: Path
+    start_warm: Start, tmp_path: Path
 ) -> None:
     faults = '[{at = "0 s", do = "mute", devices = 4}]'
     words = ("run", "quickstart", "--devices", "13", "--steps", "1", *SMALL, "--set", f"faults={faults}")
-    program = start("-c", CLEAVE, *words, "--results", str(tmp_path))
+    program = start_warm("-c", CLEAVE, *words, "--results", str(tmp_path))
     assert program.wait(RUN_LIMIT_S) == 0, program.output
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

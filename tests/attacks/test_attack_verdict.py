@@ -155,7 +155,7 @@ def test_nobody_takes_over_a_pod_whose_connection_ends(serve: Serve, until: Unti
     for trial in range(4):
         pod = Stranger(server, of_the_run=True)
         joined(pod, f"emulated-{trial}")
-        name = next(identity for identity, peer in server._peers.items() if peer.of_the_run)
+        name = next(identity for identity, peer in server.peers.items() if peer.of_the_run)
         thieves = [Thief(server, name) for _ in range(3)]
         time.sleep(0.3 + 0.11 * trial)
         pod.close()
@@ -177,12 +177,14 @@ def test_nothing_is_sent_to_a_name_whose_connection_is_another_one(serve: Serve,
     with contextlib.closing(Stranger(server, of_the_run=True)) as pod, contextlib.closing(Stranger(server)) as thief:
         joined(pod, "emulated")
         joined(thief, "thief")
-        mine, others = (next(p for p in server._peers.values() if p.of_the_run is pods) for pods in (True, False))
+        mine, others = (next(p for p in server.peers.values() if p.of_the_run is pods) for pods in (True, False))
         assert mine.line != others.line
-        assert server._shipping.stands(mine)
-        assert server._shipping.stands(others)
+        before = Multiplication(server, (1, 80, 40, 80), grid(80, 80, 40, [0, 1, 1, 1]))
+        answer(pod, 1, SOON_NS)
+        answer(thief, 3, SOON_NS)
+        before.check()
         mine.other_end = others.other_end  # as if its descriptor had been given to another connection
         Multiplication(server, (1, 80, 40, 80), grid(80, 80, 40, [0, 1, 1, 1]))
         thief.receive_work()
-        until(lambda: list(server._peers.values()) == [others], "the pod is lost")
+        until(lambda: list(server.peers.values()) == [others], "the pod is lost")
         assert not pod.socket.poll(200), "and was sent nothing"

@@ -13,7 +13,7 @@ import pytest
 import typer
 from places import ROOT
 
-from agent.__main__ import _measure_parser, _parser
+from agent.__main__ import lend_parser, measure_parser
 from agent.owner.rules import parse_rules
 from agent.owner.rules_file import RULES, set_rule
 from ps.graph.models import check_name
@@ -48,7 +48,7 @@ def test_a_scenario_of_the_readme_loads(command: str) -> None:
 @pytest.mark.parametrize("command", [c for c in commands() if "-m agent" in c])
 def test_an_agent_command_of_the_readme_is_understood(command: str) -> None:
     words = shlex.split(command)
-    _parser().parse_args(words[words.index("agent") + 1 :])
+    lend_parser().parse_args(words[words.index("agent") + 1 :])
 
 
 def test_every_command_of_the_readme_is_looked_at() -> None:
@@ -91,7 +91,7 @@ PAGES = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in (
 def test_a_command_of_a_page_is_understood(command: str) -> None:
     words = shlex.split(command)
     if words[:4] == ["python", "-m", "agent", "measure"]:
-        _measure_parser().parse_args(words[4:])
+        measure_parser().parse_args(words[4:])
         return
     if words[1] == "-m":
         pytest.skip("a benchmark of its own")

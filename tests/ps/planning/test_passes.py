@@ -20,15 +20,6 @@ from ps.graph.products import recorded_step
 from ps.planning.deferred import MOST_TAKEN, Team, _Pass, teams
 from ps.planning.planner import Planner, Question, _ends_s
 from ps.planning.plans import Level, Request, Shape
-from ps.scheduling.dispatcher import Dispatcher
-from ps.scheduling.events import (
-    BlocksReturned,
-    DevicesJoined,
-    DevicesLeft,
-    JobsSubmitted,
-    SendBlocks,
-    Submission,
-)
 from testbed.virtual.server import VirtualServer
 
 CHAIN = Request(Shape(1, 512, 128, 128))
@@ -191,99 +182,6 @@ def test_nobody_is_taken_from_what_only_they_can_do() -> None:
         assert set(plan.device.tolist()) == {1}
 
 
-# ---- dispatching
-
-
-class World:
-    """A dispatcher, a fleet, and what was sent to whom."""
-
-    def __init__(self) -> None:
-        self.dispatcher = Dispatcher(Planner())
-        self.sent: dict[tuple[int, int], int] = {}  # job, block -> device
-        self.now_s = 0.0
-        self.handle(DevicesJoined(0, FLEET))
-
-    def handle(self, event: Any) -> None:
-        for instruction in self.dispatcher.handle(event, self.now_s):
-            if isinstance(instruction, SendBlocks):
-                keys = zip(instruction.jobs, instruction.blocks, strict=True)
-                self.sent |= dict(zip(keys, instruction.devices, strict=True))
-        self.dispatcher.check()
-
-    def submit(self, first: int, asked: Question) -> None:
-        new = [
-            Submission(first + at, request, critical=at < asked.critical) for at, request in enumerate(asked.requests)
-        ]
-        self.handle(JobsSubmitted(new, asked.ahead))
-
-    def devices(self, job: int) -> set[int]:
-        """That have or had blocks of it."""
-        return set(self.dispatcher._state.jobs[job].device)
-
-    def answer_all(self, job: int) -> None:
-        while job in self.dispatcher._state.jobs:
-            keys = [key for key in self.sent if key[0] == job]
-            self.now_s += 0.001
-            jobs, blocks = (list(column) for column in zip(*keys, strict=True))
-            self.handle(BlocksReturned([self.sent.pop(key) for key in keys], jobs, blocks))
-
-
-def test_whoever_does_what_is_patient_gets_nothing_else_until_that_is_done() -> None:
-    world = World()
-    world.submit(0, question())
-    busy = world.devices(1)
-    world.answer_all(0)
-    world.submit(2, Question((CHAIN,), 0, question().ahead[1:]))
-    assert not world.devices(2) & busy
-    world.answer_all(2)
-    world.answer_all(1)
-    world.submit(3, Question((CHAIN,)))
-    assert world.devices(3) & busy
-
-
-def test_nobody_takes_what_is_patient_from_others_while_there_is_more_to_come() -> None:
-    for ahead, stays in ((question().ahead, True), ((), False)):
-        world = World()
-        world.submit(0, question())
-        before = world.devices(1)
-        world.handle(JobsSubmitted([], ahead))
-        world.answer_all(0)  # many are idle
-        assert (world.devices(1) == before) == stays
-
-
-def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
-    world = World()
-    world.submit(0, question(deferred=3))
-    team = world.devices(1) | world.devices(2) | world.devices(3)
-    lost = min(world.devices(1))
-    world.handle(DevicesLeft([lost]))
-    assert world.devices(1) - {lost} <= team
-
-
-def test_what_is_lost_of_it_overtakes_what_waits() -> None:
-    world = World()
-    world.submit(0, question(deferred=3))
-    waiting = [record for record in world.dispatcher._state.devices if record.deferred]
-    assert waiting, "there is something to overtake"
-    world.handle(DevicesLeft([min(world.devices(1))]))
-    overtaken = 0
-    for record in world.dispatcher._state.devices:
-        repairs = [world.dispatcher._state.jobs[job].first[block] for job, block in record.deferred]
-        assert repairs == sorted(repairs, reverse=True)
-        overtaken += len(set(repairs)) > 1
-    sent = [key for key in world.sent if world.dispatcher._state.jobs[key[0]].first[key[1]]]
-    assert overtaken or sent
-
-
-def test_a_newcomer_with_the_number_of_one_who_left_is_not_busy() -> None:
-    world = World()
-    world.submit(0, question())
-    gone = min(world.devices(1))
-    world.handle(DevicesLeft([gone]))
-    assert gone not in world.dispatcher._assignments.teams.busy
-    assert len(world.dispatcher._assignments.teams.busy)
-
-
 # ---- a whole step
 
 
@@ -304,7 +202,7 @@ def seconds(kind: Any, early: bool, devices: int, fleet: str = "extreme") -> flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fleet", "devices"), [("extreme", 40), ("paper", 200)])
+@pytest.mark.parametrize(("fleet", "devices"), [("extreme", 40), ("paper", 100)])
 def test_a_step_is_shorter_when_weight_gradients_are_begun_at_once(fleet: str, devices: int) -> None:
     assert seconds("packed", True, devices, fleet) < 0.97 * seconds("packed", False, devices, fleet)
 
@@ -321,6 +219,4 @@ def test_nothing_is_left_of_a_step() -> None:
         executor = Executor(server, early=True)
         for program, values in step()[0]:
             executor.run(program, list(values))
-        assert not server._dispatcher._assignments.teams
-        assert not len(server._dispatcher._assignments.teams.busy)
-        assert all(record.idle for record in server._dispatcher._state.devices)
+        assert server.left_behind() == ""

@@ -294,6 +294,24 @@ def test_a_plan_is_kept_while_the_fleet_is_the_same() -> None:
     assert planner.plan([replace(wanted[0], right_uses=2), wanted[1]], table, np.arange(30)) is not first
 
 
+def test_a_plan_does_not_depend_on_what_was_believed_before() -> None:
+    """After a pause of all pods, plans followed every change of belief: eight times as many blocks, steps twice as
+    long, for good."""
+    table, planner, able = uniform_fleet("paper", 40, seed=0, line_share=0.05), Planner(), np.arange(40)
+    requests, revised = [Request(Shape(1, 300, 64, 300)), Request(Shape(1, 64, 300, 300))], dict[int, int]()
+    for revision in range(1, 30):
+        believed = table.copy()
+        slow = np.random.default_rng(revision).choice(40, 12, replace=False)
+        for rate in ("flops", "down_bps", "up_bps"):
+            believed[rate][slow] /= 20
+        revised |= dict.fromkeys(slow.tolist(), revision)
+        planner.plan(requests, believed, able, revised)
+    again = planner.plan(requests, table, able, revised | {0: 30})
+    anew = Planner().plan(requests, table, able)
+    assert [plan.boxes.tolist() for plan in again] == [plan.boxes.tolist() for plan in anew]
+    assert [plan.device.tolist() for plan in again] == [plan.device.tolist() for plan in anew]
+
+
 def test_what_was_planned_for_does_not_change_with_the_callers_array() -> None:
     table, planner, able = pack_profiles([common] * 30), Planner(), np.arange(20)
     planner.plan([Request(Shape(1, 300, 64, 300))], table, able)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from ps.scheduling.events import (
     BlocksLost,
     BlocksRecovered,
     BlocksReturned,
+    Box,
     CheckJob,
     DevicesJoined,
     DevicesLeft,
@@ -40,14 +41,17 @@ from ps.scheduling.events import (
     JobWaits,
     OperandsForgotten,
     SendBlocks,
+    Sent,
     Submission,
     SuspendDevice,
+    sends,
 )
 from ps.scheduling.invariants import InvariantBroken
 from ps.scheduling.state import CUT, DONE, IN_FLIGHT, PENDING, Job
 
 Key = tuple[int, int]  # job, block
 Answer = tuple[int, int, int]  # device, job, block
+Kind = TypeVar("Kind")  # of instructions
 Kept = tuple[int | None, int | None]  # operands of which slabs may be kept, left and right
 
 HUGE = 1 << 40
@@ -64,6 +68,11 @@ def one_cell_bytes(shape: Shape) -> int:
 def columns(answers: Iterable[Answer]) -> tuple[list[int], list[int], list[int]]:
     rows = list(answers)
     return [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows]
+
+
+def only(kind: type[Kind], instructions: Sequence[Instruction]) -> list[Kind]:
+    """Those of this kind, in order."""
+    return [instruction for instruction in instructions if isinstance(instruction, kind)]
 
 
 def plan_of(boxes: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tuple[int, int]] | None = None) -> Plan:
@@ -150,7 +159,7 @@ class World:
         self.kept: dict[int, Kept] = {}
         self.finished: list[int] = []
         self.accepted: dict[int, NDArray[np.int64]] = {}  # how often each cell of each job was accepted
-        self.flying: defaultdict[int, dict[Key, list[int]]] = defaultdict(dict)  # device -> key -> box
+        self.flying: defaultdict[int, dict[Key, Box]] = defaultdict(dict)  # device -> key -> box
         self.past: list[Answer] = []  # answers that must not count any more
         self.log: list[Instruction] = []
         self.owner: dict[Key, int] = {}
@@ -179,8 +188,7 @@ class World:
         self.log += instructions
         self.dispatcher.check()
         self._look_at_new_blocks()
-        for instruction in instructions:
-            self._obey(event, instruction)
+        self._keep_books(event, instructions)
         self._no_deferred_before_critical(queued_before, instructions)
         self._nothing_waits_in_vain()
         return instructions
@@ -235,31 +243,33 @@ class World:
         self.slabs.pop(device, None)
         self.past += [(device, job, block) for job, block in self.flying.pop(device, {})]
 
-    def _obey(self, event: Event, instruction: Instruction) -> None:
-        match instruction:
-            case AcceptBlocks(positions=positions):
-                assert isinstance(event, BlocksReturned), "only answers can be accepted"
-                assert len(set(positions)) == len(positions)
-                for position in positions:
-                    device, job, block = event.devices[position], event.jobs[position], event.blocks[position]
-                    b, bs, r, rs, c, cs = self.flying[device].pop((job, block))  # it was sent and not yet answered
-                    self.accepted[job][b : b + bs, r : r + rs, c : c + cs] += 1
-                    self.worked.add(device)
-                    assert self.accepted[job].max() == 1, f"a cell of job {job} was accepted twice"
-                    self.past.append((device, job, block))
-            case SendBlocks():
-                for device, job, block in zip(instruction.devices, instruction.jobs, instruction.blocks, strict=True):
-                    assert device in self.alive, f"device {device} is not there and was sent a block"
-                    assert (job, block) not in self.flying[device], "sent twice"
-                    self._sent(device, job, block)
-                    self._within_credit(device)
-            case JobFinished(job=job):
-                assert (self.accepted[job] == 1).all(), f"job {job} ended without some of its cells"
-                del self.shapes[job]
-                self.finished.append(job)
-            case SuspendDevice(device=device):
-                self._forget(device)
-                self.suspended.add(device)
+    def _keep_books(self, event: Event, instructions: list[Instruction]) -> None:
+        """Of whatever changes what is where."""
+        for accept in only(AcceptBlocks, instructions):
+            assert isinstance(event, BlocksReturned), "only answers can be accepted"
+            self._accept(event, accept.positions)
+        for end in only(JobFinished, instructions):
+            assert (self.accepted[end.job] == 1).all(), f"job {end.job} ended without some of its cells"
+            del self.shapes[end.job]
+            self.finished.append(end.job)
+        for suspension in only(SuspendDevice, instructions):
+            self._forget(suspension.device)
+            self.suspended.add(suspension.device)
+        for sent in [block for send in only(SendBlocks, instructions) for block in sends(send)]:
+            assert sent.device in self.alive, f"device {sent.device} is not there and was sent a block"
+            assert (sent.job, sent.block) not in self.flying[sent.device], "sent twice"
+            self._send(sent)
+            self._within_credit(sent.device)
+
+    def _accept(self, event: BlocksReturned, positions: list[int]) -> None:
+        assert len(set(positions)) == len(positions)
+        for position in positions:
+            device, job, block = event.devices[position], event.jobs[position], event.blocks[position]
+            b, bs, r, rs, c, cs = self.flying[device].pop((job, block))  # it was sent and not yet answered
+            self.accepted[job][b : b + bs, r : r + rs, c : c + cs] += 1
+            self.worked.add(device)
+            assert self.accepted[job].max() == 1, f"a cell of job {job} was accepted twice"
+            self.past.append((device, job, block))
 
     def _look_at_new_blocks(self) -> None:
         new = []
@@ -274,17 +284,16 @@ class World:
                 self.owner[job_id, block] = device
         self.charges.add(new)
 
-    def _sent(self, device: int, job_id: int, block: int) -> None:
-        job = self.dispatcher._state.jobs[job_id]
-        box: list[int] = job.boxes[block].tolist()
-        self.flying[device][job_id, block] = box
-        self.streamed += job.chunk[block] < job.shape.inner
-        for side, operand in enumerate(self.kept[job_id]):
-            if job.kept[block] >> side & 1:
+    def _send(self, sent: Sent) -> None:
+        device, inner = sent.device, self.shapes[sent.job].inner
+        self.flying[device][sent.job, sent.block] = sent.box
+        self.streamed += sent.chunk < inner
+        for side, operand in enumerate(self.kept[sent.job]):
+            if sent.kept >> side & 1:
                 assert operand is not None
-                assert job.chunk[block] == job.shape.inner, "a streamed block leaves nothing on its device"
+                assert sent.chunk == inner, "a streamed block leaves nothing on its device"
                 if operand in self.dispatcher._assignments.slabs.of:  # not forgotten since
-                    size = 4 * job.shape.inner * box[3 + 2 * side]
+                    size = 4 * inner * sent.box[3 + 2 * side]
                     self.slabs[device][operand] = max(size, self.slabs[device].get(operand, 0))
         assert 2 * sum(self.slabs[device].values()) <= self.profiles[device].memory_bytes, f"device {device} keeps more"
 
@@ -306,13 +315,10 @@ class World:
     def _no_deferred_before_critical(self, before: dict[int, set[Key]], instructions: list[Instruction]) -> None:
         """A device that has critical blocks waiting all along is sent no deferred block."""
         after = self._queued_critical()
-        for instruction in instructions:
-            if isinstance(instruction, SendBlocks):
-                for device, job in zip(instruction.devices, instruction.jobs, strict=True):
-                    if not self.critical[job]:
-                        assert not before.get(device, set()) & after[device], (
-                            f"device {device}: deferred job {job} first"
-                        )
+        for send in only(SendBlocks, instructions):
+            for device, job in zip(send.devices, send.jobs, strict=True):
+                if not self.critical[job]:
+                    assert not before.get(device, set()) & after[device], f"device {device}: deferred job {job} first"
 
     def _nothing_waits_in_vain(self) -> None:
         """Whatever cell is not accepted yet is on its way or queued, as long as one able device lives."""
@@ -467,8 +473,8 @@ def test_the_simulation_goes_everywhere() -> None:
     seen = Counter(type(instruction) for world in worlds for instruction in world.log)
     assert set(seen) == {SendBlocks, AcceptBlocks, JobFinished, JobWaits, SuspendDevice, BlocksLost, BlocksRecovered}
     for world in worlds:  # every loss is repaired in the end, once
-        lost = [i.loss for i in world.log if isinstance(i, BlocksLost)]
-        assert sorted(lost) == sorted(i.loss for i in world.log if isinstance(i, BlocksRecovered))
+        lost = [i.loss for i in only(BlocksLost, world.log)]
+        assert sorted(lost) == sorted(i.loss for i in only(BlocksRecovered, world.log))
     assert sum(world.dispatcher.stale for world in worlds) > 100
     assert sum(len(world.suspended) for world in worlds) > 2
     assert sum(len(world.finished) for world in worlds) > 100
@@ -574,7 +580,7 @@ def test_a_device_that_keeps_failing_is_suspended_and_gets_nothing_more() -> Non
     suspensions = []
     while 0 not in world.suspended:
         answer = next(a for a in world.in_flight() if a[0] == 0)
-        suspensions = [i for i in world.fail(answer) if isinstance(i, SuspendDevice)]
+        suspensions = only(SuspendDevice, world.fail(answer))
     assert suspensions == [SuspendDevice(0, f"it failed {REFUSALS_ALLOWED + 1} blocks")]
     world.submit(Shape(1, 64, 64, 64))
     world.finish_everything()
@@ -590,7 +596,7 @@ def test_a_device_that_fails_many_blocks_at_once_gets_none_of_them_back() -> Non
     assert len(failing) == REFUSALS_ALLOWED + 1
     instructions = world.fail(*failing)  # the world refuses blocks for a device that is not there
     assert SuspendDevice(0, f"it failed {REFUSALS_ALLOWED + 1} blocks") in instructions
-    assert not any(isinstance(i, SendBlocks) for i in instructions)
+    assert not only(SendBlocks, instructions)
 
 
 def test_a_failed_block_goes_to_another_device() -> None:
@@ -609,7 +615,7 @@ def test_a_failed_block_goes_back_when_no_other_device_is_able() -> None:
     world.join(COMMON, replace(COMMON, memory_bytes=one_cell_bytes(shape) - 1))
     world.submit(shape)
     instructions = world.fail(*world.in_flight())
-    assert not any(isinstance(i, JobWaits) for i in instructions)
+    assert not only(JobWaits, instructions)
     world.finish_everything()
 
 
@@ -620,7 +626,7 @@ def test_a_lost_block_finds_the_one_able_device_among_many_idle_ones() -> None:
     world.join(*[COMMON] * 4, *[unable] * 200)
     world.submit(shape, given=quarters())
     instructions = world.leave(0, 1, 2)
-    assert not any(isinstance(i, JobWaits) for i in instructions)
+    assert not only(JobWaits, instructions)
     world.finish_everything()
 
 
@@ -633,7 +639,7 @@ def test_a_job_without_a_device_waits_and_a_joiner_resumes_it() -> None:
     assert isinstance(waits, JobWaits)
     assert waits.job == 0
     assert waits.reason
-    assert any(isinstance(i, SendBlocks) for i in world.join(COMMON))
+    assert only(SendBlocks, world.join(COMMON))
     world.finish_everything()
     assert world.finished == [0]
 
@@ -667,7 +673,7 @@ def test_a_loss_is_repaired_when_the_last_of_its_rectangles_is_done_again() -> N
     world = World()
     world.join(*[COMMON] * 4)
     world.submit(Shape(1, 64, 16, 64), given=quarters())
-    (lost,) = [i for i in world.leave(1) if isinstance(i, BlocksLost)]
+    (lost,) = only(BlocksLost, world.leave(1))
     assert (lost.devices, lost.blocks) == ([1], 1)
     repairs = [answer for answer in world.in_flight() if answer[2] >= 4]
     assert repairs
@@ -676,7 +682,7 @@ def test_a_loss_is_repaired_when_the_last_of_its_rectangles_is_done_again() -> N
     recovered: list[int] = []
     while answers:
         assert not recovered or lost.loss not in recovered[:-1]
-        recovered += [i.loss for i in world.answer(answers[-1]) if isinstance(i, BlocksRecovered)]
+        recovered += [i.loss for i in only(BlocksRecovered, world.answer(answers[-1]))]
         answers = world.in_flight()
     assert recovered.count(lost.loss) == 1
     assert len(recovered) == 2
@@ -702,7 +708,7 @@ def test_who_returned_a_wrong_block_is_suspended_and_the_block_is_done_again_by_
     instructions = dispatcher.handle(JobChecked(0, [2]))
     dispatcher.check()
     assert instructions[0] == SuspendDevice(2, "what it returned was wrong")
-    (sent,) = [i for i in instructions if isinstance(i, SendBlocks)]
+    (sent,) = only(SendBlocks, instructions)
     assert 2 not in sent.devices
     assert dispatcher.handle(BlocksReturned(sent.devices, sent.jobs, sent.blocks))[-1] == CheckJob(0)
     assert dispatcher.handle(JobChecked(0, [])) == [JobFinished(0)]
@@ -811,7 +817,7 @@ def test_a_plan_that_was_made_for_somebody_else_with_that_number_is_not_used() -
     dispatcher, shape = Dispatcher(Planner()), Shape(1, 64, 16, 64)
     dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
     plan = Submission(0, Request(shape), critical=True)
-    sent = [i for i in dispatcher.handle(JobsSubmitted([plan])) if isinstance(i, SendBlocks)]
+    sent = only(SendBlocks, dispatcher.handle(JobsSubmitted([plan])))
     assert {device for i in sent for device in i.devices} == {0, 1}
     for memory_bytes in (8 * one_cell_bytes(shape), 1):
         dispatcher.handle(DevicesLeft([1]))
@@ -871,7 +877,7 @@ def test_of_a_group_the_jobs_that_are_possible_go_on() -> None:
     world, possible, impossible = World(), Shape(1, 4, 4, 4), Shape(1, 4, 400, 4)
     world.join(replace(COMMON, memory_bytes=one_cell_bytes(possible)))
     instructions = world.submit_together(*(world.submission(s) for s in (impossible, possible, impossible)))
-    assert [i.job for i in instructions if isinstance(i, JobWaits)] == [0, 2]
+    assert [i.job for i in only(JobWaits, instructions)] == [0, 2]
     while flying := world.in_flight():
         world.answer(*flying)
     assert world.finished == [1]

@@ -434,7 +434,8 @@ def test_a_block_whose_chunk_fails_is_answered_once_and_leaves_nothing(at: int) 
     assert answers == [(0, FAILED), (1, DONE)]
     assert kernel.calls == at + 4, "the rest of a failed block is not computed"
     assert not computer.streaming
-    assert (operands.bytes, operands._sums, computer.cancelled, computer._spent) == (0, {}, set(), {})
+    assert (operands.bytes, operands.unfinished) == (0, set())
+    assert computer.cancelled == computer.unfinished == set()
 
 
 def test_a_streamed_block_of_an_emulated_device_is_due_no_sooner_than_the_cost_model_says(

@@ -390,7 +390,7 @@ kernels = st.sampled_from(available_kernels()[0])
 
 def assert_empty(receiver: Operands) -> None:
     assert receiver.bytes == 0
-    assert receiver._sums == {}
+    assert receiver.unfinished == set()
 
 
 @st.composite

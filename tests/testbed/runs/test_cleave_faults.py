@@ -55,7 +55,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     options = {
         "churn": (*CHURN, "--set", "churn.mean_away=1 s", "--set", "churn.how=leave"),
         "faults": ("--devices", "30", "--steps", "4", "--set", "fleet.pods=3", "--set", f"faults={FAULTS}"),
@@ -63,7 +63,7 @@ def runs(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[
     options["lies"] = (*LIARS, *ALIKE, *SLOW, "--set", f"faults={LIES}")
     folders = {name: tmp_path_factory.mktemp(name) for name in options}
     programs = {
-        name: start_module("-c", CLEAVE, "run", "quickstart", "--results", str(folders[name]), *SMALL, *more)
+        name: start_warm_module("-c", CLEAVE, "run", "quickstart", "--results", str(folders[name]), *SMALL, *more)
         for name, more in options.items()
     }
     for name, program in programs.items():

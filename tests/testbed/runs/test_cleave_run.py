@@ -57,21 +57,22 @@ Launch = Callable[..., tuple["Program", Path]]
 
 
 @pytest.fixture(scope="module")
-def launch(start_module: Start, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def launch(start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """cleave run SCENARIO, small, in a folder of its own. Runs are started two or three at a time: most of their time
-    is loading PyTorch and waiting for modelled links."""
+    is waiting for modelled links."""
 
-    def launch(scenario: str, *options: str) -> tuple[Program, Path]:
+    def launch(scenario: str, *options: str, start: Start = start_warm_module) -> tuple[Program, Path]:
         folder = tmp_path_factory.mktemp(scenario)
-        return start_module("cleave", "run", scenario, *SMALL, *options, cwd=folder), folder
+        return start("cleave", "run", scenario, *SMALL, *options, cwd=folder), folder
 
     return launch
 
 
 @pytest.fixture(scope="module")
-def runs(launch: Launch) -> dict[str, Run]:
-    """An OPT and a Llama model, two steps each."""
-    started = {scenario: launch(scenario, "--steps", "2") for scenario in ("quickstart", "llama")}
+def runs(launch: Launch, start_module: Start) -> dict[str, Run]:
+    """An OPT and a Llama model, two steps each; the first as anybody would start it."""
+    started = {"quickstart": launch("quickstart", "--steps", "2", start=start_module)}
+    started["llama"] = launch("llama", "--steps", "2")
     return {scenario: Run(*pair) for scenario, pair in started.items()}
 
 
@@ -82,7 +83,9 @@ IN_PARTS = ("--steps", "2", "--set", "data.batch=4", "--set", "training.micro_ba
 @pytest.fixture(scope="module")
 def keeping(runs: dict[str, Run], launch: Launch) -> dict[str, Run]:
     """Four micro-batches a step, on devices that keep the weights meanwhile and on devices that do not."""
-    started = {keep: launch("quickstart", *IN_PARTS, "--set", f"planner.keep={keep}") for keep in ("true", "false")}
+    started = {
+        keep: launch("quickstart", *MODEL, *IN_PARTS, "--set", f"planner.keep={keep}") for keep in ("true", "false")
+    }
     return {keep: Run(*pair) for keep, pair in started.items()}
 
 
@@ -95,10 +98,10 @@ def exploding(launch: Launch) -> tuple[Program, Path]:
 
 @pytest.fixture(scope="module")
 def long_runs(launch: Launch) -> dict[signal.Signals, Program]:
-    """Runs that do not end by themselves, one for each way of ending them; over slow lines, so that those which wait
-    for their end take nothing from the others."""
+    """Runs that take minutes, one for each way of ending them; over lines so slow that a step takes seconds, so that
+    those which wait for their end take nothing from the others."""
     return {
-        number: launch("quickstart", "--steps", "1000", *MODEL, "--set", "fleet.line_share=0.02")[0]
+        number: launch("quickstart", "--steps", "60", *MODEL, "--set", "fleet.line_share=0.0005")[0]
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
     }
 
@@ -220,14 +223,14 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]
 
 @pytest.mark.slow
 def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_nor_loss(
-    start: Start, runs: dict[str, Run], tmp_path: Path
+    start_warm: Start, runs: dict[str, Run], tmp_path: Path
 ) -> None:
     name = "[/dim]<b>phone</b>"  # a name is only a name
-    program = start("cleave", "run", "quickstart", *SMALL, "--steps", "24", cwd=tmp_path)
+    program = start_warm("cleave", "run", "quickstart", *SMALL, "--steps", "24", cwd=tmp_path)
     address = re.search(r"tcp://[\d.:]+", program.expect("server at", RUN_LIMIT_S))
     assert address is not None
     program.expect("step 1 of 24", RUN_LIMIT_S)
-    agent = start(
+    agent = start_warm(
         *("agent", "--ps", address[0], "--name", name, "--kernel", "numpy", "--unmeasured"),
         *("--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms"),
     )
@@ -274,7 +277,7 @@ def test_interrupted_it_ends_everything_it_started(
     long_runs: dict[signal.Signals, Program], number: signal.Signals
 ) -> None:
     program = long_runs[number]
-    program.expect("step 1 of 1000" if number == signal.SIGINT else "40 devices joined", RUN_LIMIT_S)
+    program.expect("step 1 of 60" if number == signal.SIGINT else "40 devices joined", RUN_LIMIT_S)
     pods = psutil.Process(program.pid).children(recursive=True)
     assert len(pods) >= 1
     program.signal(number)
@@ -288,7 +291,7 @@ def test_interrupted_it_ends_everything_it_started(
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pods end when the server falls silent, a little later")
 def test_killed_in_the_middle_of_training_it_leaves_no_process(long_runs: dict[signal.Signals, Program]) -> None:
     program = long_runs[signal.SIGKILL]
-    program.expect("step 1 of 1000", RUN_LIMIT_S)
+    program.expect("step 1 of 60", RUN_LIMIT_S)
     started = psutil.Process(program.pid).children(recursive=True)
     assert len(started) >= 1
     program.signal(signal.SIGKILL)
@@ -386,9 +389,9 @@ NARROW = (  # fewer tokens than there are bytes
 
 @pytest.fixture(scope="module")
 def late_mistakes(
-    start_module: Start, tmp_path_factory: pytest.TempPathFactory
+    start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[Program, Path]]]:
-    """Side by side, because they may need PyTorch to show."""
+    """Side by side, because some take seconds to show."""
     programs = {}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = {
@@ -401,7 +404,7 @@ def late_mistakes(
             folder = tmp_path_factory.mktemp("late")
             (folder / "narrow.json").write_text(NARROW)
             few = ("--devices", "3", "--steps", "1", "--set", "data.batch=1")
-            programs[mistake] = start_module("cleave", "run", "quickstart", *few, *given, cwd=folder), folder
+            programs[mistake] = start_warm_module("cleave", "run", "quickstart", *few, *given, cwd=folder), folder
         yield programs
 
 

@@ -22,9 +22,9 @@ STAY_DEAD = ("--set", "launch.restarts=0")
 
 @pytest.mark.slow
 def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_of_plain_pytorch(
-    start: Start, tmp_path: Path
+    start_warm: Start, tmp_path: Path
 ) -> None:
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, *STAY_DEAD, "--steps", "8", "--results", str(tmp_path))
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, *STAY_DEAD, "--steps", "8", "--results", str(tmp_path))
     run.expect("step 1 of 8", RUN_LIMIT_S)
     pods = psutil.Process(run.pid).children()
     assert pods
@@ -36,7 +36,7 @@ def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_o
     command = re.search(r"python -m (agent) (--ps) (tcp://\S+)$", waiting)
     assert command is not None, waiting
     fast = ("--unmeasured", "--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
-    agent = start(*command.groups(), "--name", "rescuer", "--once", *fast)
+    agent = start_warm(*command.groups(), "--name", "rescuer", "--once", *fast)
     assert run.wait(RUN_LIMIT_S) == 0, run.output
     assert agent.wait() == 0
     (folder,) = tmp_path.iterdir()

@@ -30,14 +30,14 @@ SMALL = (*small_runs.SMALL, "--steps", "2")
 FAST = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms", "--once")
 
 
-def run_with(start: Start, folder: Path, *options: str, phones: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def run_with(start_warm: Start, folder: Path, *options: str, phones: dict[str, tuple[str, ...]]) -> dict[str, Any]:
     """A run to its end, the phones started when it waits for them; its summary."""
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, "--results", str(folder), *options)
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, "--results", str(folder), *options)
     address = re.search(r"--ps (tcp://\S+) ", run.expect("waiting for", RUN_LIMIT_S))
     assert address is not None
     agents: list[Program] = []
     for name, more in phones.items():
-        agents.append(start("agent", "--ps", address[1], "--name", name, *FAST, *more))
+        agents.append(start_warm("agent", "--ps", address[1], "--name", name, *FAST, *more))
     assert run.wait(RUN_LIMIT_S) in (0, 3), run.output
     for agent in agents:
         assert agent.wait() == 0
@@ -49,9 +49,9 @@ def run_with(start: Start, folder: Path, *options: str, phones: dict[str, tuple[
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_its_phones_and_marks_them_in_every_table(start: Start, tmp_path: Path) -> None:
+def test_a_run_waits_for_its_phones_and_marks_them_in_every_table(start_warm: Start, tmp_path: Path) -> None:
     summary = run_with(
-        *(start, tmp_path, "--devices", "6", "--set", "fleet.phones=2"),
+        *(start_warm, tmp_path, "--devices", "6", "--set", "fleet.phones=2"),
         phones={"Pixel 8": (), "<old> phone": ("--unmeasured",)},
     )
     folder = summary["folder"]
@@ -85,17 +85,17 @@ def test_a_run_waits_for_its_phones_and_marks_them_in_every_table(start: Start, 
 
 
 @pytest.mark.slow
-def test_phones_alone_train_too(start: Start, tmp_path: Path) -> None:
+def test_phones_alone_train_too(start_warm: Start, tmp_path: Path) -> None:
     summary = run_with(
-        *(start, tmp_path, "--devices", "0", "--set", "fleet.phones=1"), phones={"phone": ("--unmeasured",)}
+        *(start_warm, tmp_path, "--devices", "0", "--set", "fleet.phones=1"), phones={"phone": ("--unmeasured",)}
     )
     assert summary["real_devices"] == {"phone": summary["blocks"]}
 
 
 @pytest.mark.slow
-def test_a_run_without_its_phones_says_how_one_joins_and_ends(start: Start, tmp_path: Path) -> None:
+def test_a_run_without_its_phones_says_how_one_joins_and_ends(start_warm: Start, tmp_path: Path) -> None:
     options = ("--devices", "3", "--set", "fleet.phones=2", "--set", "fleet.phones_wait=200 ms")
-    run = start("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--results", str(tmp_path))
+    run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--results", str(tmp_path))
     assert run.wait(RUN_LIMIT_S) == 1
     said = run.expect("0 of 2 phones joined within 200 ms")
     assert "python -m agent --ps tcp://" in said

@@ -14,9 +14,9 @@ from made_profile import TRUTH, profile, written
 from agent.measure.shapes import shapes
 from agent.protocol.errors import UserError
 from agent.protocol.profile import pack_profiles
-from emulator.model.calibration import calibrate, drift
+from emulator.model.calibration import Calibration, calibrate, drift
 from emulator.model.fleet import draw_fleet
-from emulator.model.samples import ProfileError, read_samples
+from emulator.model.samples import ProfileError, Samples, read_samples
 from emulator.model.zoo import load_device, parse_device, read_device
 from ps.planning.planner import Planner
 from testbed.launch.processes import models_of
@@ -33,9 +33,19 @@ CLEAVE = ("-c", "from testbed.commands.cli import main; main()")
 # ---- what it finds
 
 
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    return read_samples(written(tmp_path_factory.mktemp("samples"), profile()))
+
+
+@pytest.fixture(scope="module")
+def found(samples: Samples) -> Calibration:
+    """Only looked at: a fit takes most of a second."""
+    return calibrate(samples)
+
+
 @pytest.mark.slow
-def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_shapes_it_has_not_seen(tmp_path: Path) -> None:
-    found = calibrate(read_samples(written(tmp_path, profile())))
+def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_shapes_it_has_not_seen(found: Calibration) -> None:
     assert found.kernel == "numpy"
     assert found.median_error < 0.05
     assert found.median_error == pytest.approx(np.median(np.abs(found.error)))
@@ -46,10 +56,9 @@ def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_shapes_it_has_not_
 
 
 @pytest.mark.slow
-def test_a_kernel_can_be_chosen(tmp_path: Path) -> None:
-    samples = read_samples(written(tmp_path, profile()))
+def test_a_kernel_can_be_chosen(samples: Samples, found: Calibration) -> None:
     slow = calibrate(samples, "onnxruntime")
-    assert slow.large_flops == pytest.approx(calibrate(samples).large_flops / 2, rel=0.1)
+    assert slow.large_flops == pytest.approx(found.large_flops / 2, rel=0.1)
     with pytest.raises(ProfileError, match="abacus"):
         calibrate(samples, "abacus")
 
@@ -66,12 +75,11 @@ def test_a_moment_that_somebody_else_takes_does_not_move_what_is_typical(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_profile_of_version_1_is_still_read(tmp_path: Path) -> None:
+def test_a_profile_of_version_1_is_still_read(tmp_path: Path, found: Calibration) -> None:
     document = profile()
-    now = calibrate(read_samples(written(tmp_path, document)))
     document["version"], document["samples"] = 1, [sample[:7] for sample in document["samples"]]
     old = calibrate(read_samples(written(tmp_path, document)))
-    assert old.measured_s == pytest.approx(now.measured_s)
+    assert old.measured_s == pytest.approx(found.measured_s)
 
 
 def test_a_processor_clock_too_coarse_for_one_call_is_read_over_all_of_them(tmp_path: Path) -> None:
@@ -99,9 +107,7 @@ def test_the_link_is_what_a_transfer_takes_longer_than_a_round_trip(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_device_file_says_where_it_comes_from_and_can_be_read_back(tmp_path: Path) -> None:
-    samples = read_samples(written(tmp_path, profile()))
-    found = calibrate(samples)
+def test_a_device_file_says_where_it_comes_from_and_can_be_read_back(samples: Samples, found: Calibration) -> None:
     device = parse_device("my-phone", calibration.device_file(samples, found, "phone"))
     assert (device.basis, device.kind, device.budget_bytes) == ("measured", "phone", 256_000_000)
     assert device.flops == pytest.approx(found.large_flops, rel=1e-3)
@@ -128,10 +134,9 @@ def test_what_slowed_down_all_shapes_for_a_while_is_divided_out() -> None:
 
 
 @pytest.fixture
-def device_path(tmp_path: Path) -> Path:
-    samples = read_samples(written(tmp_path, profile()))
+def device_path(tmp_path: Path, samples: Samples, found: Calibration) -> Path:
     path = tmp_path / "my-phone.toml"
-    path.write_text(calibration.device_file(samples, calibrate(samples), "phone"), encoding="utf-8")
+    path.write_text(calibration.device_file(samples, found, "phone"), encoding="utf-8")
     return path
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from small_runs import RUN_LIMIT_S
 
 from agent.protocol.errors import UserError
 from ps.graph.models import model_config
@@ -17,19 +17,22 @@ from ps.graph.products import step_products
 from ps.planning.plans import Shape
 from testbed.virtual.plan import fleet_profiles, plan_product
 
-CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "plan"]
+if TYPE_CHECKING:
+    from conftest import Start
 
 
-def cleave(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLEAVE, *arguments], capture_output=True, text=True, timeout=110)
+def cleave(start: Start, *arguments: str) -> CompletedProcess[str]:
+    return start("cleave", "plan", *arguments).completed(RUN_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, int]]]:
+def planned(
+    start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[dict[str, int]]]:
     path = tmp_path_factory.mktemp("plan") / "boxes.jsonl"
     fleet = ["--fleet", "quickstart", "--devices", "50"]
     arguments = ["--model", "opt-tiny", *fleet, "--batch", "4", "--seq", "32", "--format", "json", "--tiles"]
-    done = cleave(*arguments, str(path))
+    done = cleave(start_warm_module, *arguments, str(path))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -97,8 +100,8 @@ def test_with_a_slow_server_the_plan_sends_less_and_never_beats_its_line() -> No
         (["--model", "opt-tiny", "--format", "xml"], "table or json"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(arguments: list[str], told: str) -> None:
-    done = cleave(*arguments)
+def test_a_mistake_is_told_in_a_line(start: Start, arguments: list[str], told: str) -> None:
+    done = cleave(start, *arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -112,7 +115,9 @@ def test_a_product_that_no_device_can_hold_is_a_clear_error() -> None:
 
 
 @pytest.mark.slow
-def test_tiles_that_cannot_be_written_are_a_clear_error(tmp_path: Path) -> None:
-    done = cleave("--model", "opt-tiny", "--devices", "3", "--seq", "8", "--tiles", str(tmp_path / "no" / "where"))
+def test_tiles_that_cannot_be_written_are_a_clear_error(start_warm: Start, tmp_path: Path) -> None:
+    done = cleave(
+        start_warm, "--model", "opt-tiny", "--devices", "3", "--seq", "8", "--tiles", str(tmp_path / "no" / "where")
+    )
     assert done.returncode == 2
     assert "cannot write the boxes" in done.stderr

@@ -125,7 +125,7 @@ def test_the_gradients_of_a_predicted_step_are_those_of_plain_pytorch(model: Mod
 def test_the_executor_is_left_as_it_was(model: Model) -> None:
     model.predict(uniform_fleet("paper", 20, seed=1), micro_batches=4, keep=True)
     executor = model.executor
-    assert isinstance(executor._engine, Nobody)
+    assert isinstance(executor.engine, Nobody)
     assert executor.spent == Spent()
     assert executor.step == 0
     executor.weights_changed()  # nothing is kept of the modelled fleet: the real one is not told to forget it
@@ -133,14 +133,14 @@ def test_the_executor_is_left_as_it_was(model: Model) -> None:
 
 def test_the_executor_is_left_as_it_was_when_the_step_fails(model: Model) -> None:
     executor = Executor(Nobody())
-    engine = executor._engine
+    engine = executor.engine
 
     def step() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         predict_step(executor, step, uniform_fleet("paper", 3, seed=1), Planner())
-    assert executor._engine is engine
+    assert executor.engine is engine
 
 
 def test_a_fleet_that_cannot_do_the_step_says_why(model: Model) -> None:

@@ -4,15 +4,15 @@ what their formulas say, and a mistake is one line."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from subprocess import CompletedProcess
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch.distributed
+from small_runs import RUN_LIMIT_S
 
 from agent.protocol.errors import Failure, UserError
 from agent.protocol.profile import Profile, pack_profiles
@@ -22,7 +22,9 @@ from testbed.virtual import recovery
 from testbed.virtual.plan import fleet_profiles
 from testbed.virtual.recovery import Product, Setting, Trial, parse_failures, percentile, simulate, summarise
 
-CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "recovery"]
+if TYPE_CHECKING:
+    from conftest import Start
+
 PRODUCTS = {Shape(1, 4096, 512, 2048): 6, Shape(64, 128, 64, 128): 3}
 SMALL = Setting(
     parameters=1_000_000,
@@ -43,8 +45,8 @@ def trials() -> list[Trial]:
     return simulate(PRODUCTS, fleet_profiles("paper", 24, seed=1), [1, 3, 5], trials=8, seed=2)[0]
 
 
-def cleave(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLEAVE, *arguments], capture_output=True, text=True, timeout=110)
+def cleave(start: Start, *arguments: str) -> CompletedProcess[str]:
+    return start("cleave", "recovery", *arguments).completed(RUN_LIMIT_S)
 
 
 # ---- the simulation
@@ -156,8 +158,8 @@ TINY = ["--model", "opt-tiny", "--devices", "12", "--batch", "4", "--seq", "32",
 
 
 @pytest.mark.slow
-def test_the_command_prints_json_that_holds_what_the_baselines_need() -> None:
-    done = cleave(*TINY, "--failures", "1,3", "--format", "json")
+def test_the_command_prints_json_that_holds_what_the_baselines_need(start_warm: Start) -> None:
+    done = cleave(start_warm, *TINY, "--failures", "1,3", "--format", "json")
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert [row["failures"] for row in told["failures"]] == [1, 3]
@@ -168,8 +170,8 @@ def test_the_command_prints_json_that_holds_what_the_baselines_need() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_its_assumptions() -> None:
-    done = cleave(*TINY)
+def test_the_command_prints_a_table_and_its_assumptions(start_warm: Start) -> None:
+    done = cleave(start_warm, *TINY)
     assert done.returncode == 0, done.stderr
     for word in (
         "pipeline replay",
@@ -200,8 +202,8 @@ def test_the_command_prints_a_table_and_its_assumptions() -> None:
         (["--format", "xml"], "--format"),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(arguments: list[str], told: str) -> None:
-    done = cleave(*arguments)
+def test_bad_input_ends_with_2_and_one_line(start: Start, arguments: list[str], told: str) -> None:
+    done = cleave(start, *arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

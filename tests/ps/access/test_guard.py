@@ -1,0 +1,99 @@
+"""Promises of ps.access.guard: what is said of a connection meets that one and no other, and those that may come are
+not cut for others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+
+from agent.protocol.arriving import NO_CONNECTION, other_end
+from ps.access.admission import Refusals
+from ps.access.guard import UNJOINED, Guard
+
+if TYPE_CHECKING:
+    from conftest import Until
+
+
+@contextlib.contextmanager
+def guarding() -> Iterator[tuple[Guard, tuple[str, int]]]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        guard = Guard(router, Refusals(lambda text: None))
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        try:
+            yield guard, ("127.0.0.1", port)
+        finally:
+            guard.close()
+
+
+def number_of(line: socket.socket, until: Until) -> int:
+    """Of the same connection at the server, which is this process, too. Looks without opening a descriptor, which would
+    take the number that the next connection is to get."""
+
+    def found() -> list[int]:
+        return [number for number in range(3, 4096) if other_end(number) == line.getsockname()]
+
+    until(lambda: bool(found()), "it is accepted")
+    return found()[0]
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["the guard knows", "the guard has not heard yet"])
+def test_what_is_said_of_a_connection_does_not_meet_the_next_one_with_its_number(
+    nothing_left_behind: None, until: Until, heard: bool
+) -> None:
+    with guarding() as (guard, where):
+        old = socket.create_connection(where)
+        number = number_of(old, until)
+        old_end = guard.joined(number, b"old")
+        assert old_end == old.getsockname()
+        guard.attend()
+        old.close()
+        until(lambda: other_end(number) is None, "the number is free")
+        with socket.socket() as new, contextlib.ExitStack() as taken:
+            while (lower := os.open(os.devnull, os.O_RDONLY)) < number:  # else the next connection may get one of these
+                taken.callback(os.close, lower)
+            os.close(lower)
+            new.connect(where)
+            assert number_of(new, until) == number, "the kernel gives it again"
+            if heard:
+                until(lambda: guard.attend() or number in guard._unjoined, "the new one is known")
+            assert guard.joined(number, b"new") == new.getsockname()
+            guard.left(number, old_end, b"old")
+            guard.cut(number, old_end)
+            guard.left(NO_CONNECTION, None, b"never")
+            until(lambda: guard.attend() or guard._peer.get(number) == new.getsockname(), "all is heard")
+            assert not guard.busy, "the new one is joined, and nobody is to be cut"
+            guard.left(number, new.getsockname(), b"new")
+            assert guard.busy
+
+
+def test_a_fleet_that_is_enrolled_may_connect_all_at_once(nothing_left_behind: None, until: Until) -> None:
+    """Its devices say who they are after they have connected; none has to go for another one."""
+    count = UNJOINED.most + 50
+    with guarding() as (guard, where), contextlib.ExitStack() as fleet:
+        guard.enrolled = count
+        for _ in range(count):
+            fleet.enter_context(socket.create_connection(where))
+        until(lambda: guard.attend() or len(guard._peer) == count, "all are accepted")
+        assert len(guard._unjoined) == count
+        guard.enrolled = 0
+        fleet.enter_context(socket.create_connection(where))
+        until(guard.attend, "one more is known, and none of them is expected")
+        assert len(guard._unjoined) <= count
+
+
+def test_a_connection_is_not_cut_while_the_server_has_not_read_what_came(
+    nothing_left_behind: None, until: Until
+) -> None:
+    with guarding() as (guard, where), socket.create_connection(where):
+        until(lambda: guard.attend() or guard.busy, "it is accepted")
+        now_s = time.monotonic() + UNJOINED.seconds + 1
+        assert not guard.look(now_s), "its JOIN may lie there"
+        guard.all_read_s = now_s
+        assert guard.look(now_s)
