@@ -38,6 +38,7 @@ COPY_BELOW_BYTES = 64 * 1024
 WINDOW_BYTES = 16 * 1024 * 1024
 WINDOW_BLOCKS = (2, 128)
 SILENCE_LIMIT_S = 60.0
+DEATH_LIMIT_S = 5.0  # between the end of a connection and that of its process; microseconds, unless a core is contended
 NUMPY_LIMIT_S = 300.0
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -93,6 +94,12 @@ class RawWorkers:
                 self._complain_of_the_dead()
         raise RuntimeError(f"no raw ZeroMQ worker has spoken for {SILENCE_LIMIT_S:.0f} s; is the machine overloaded?")
 
+    def _wait_for_a_death(self) -> None:
+        """Return when a worker has ended, or when none has within a limit."""
+        until = time.monotonic() + DEATH_LIMIT_S
+        while time.monotonic() < until and all(process.poll() is None for process in self._processes):
+            time.sleep(0.01)
+
     def _complain_of_the_dead(self) -> None:
         for process in self._processes:
             if process.poll() is not None:
@@ -125,7 +132,8 @@ class RawWorkers:
                 follows |= COLUMN_SLAB_FOLLOWS
             try:
                 socket.send(identity, more)
-            except zmq.ZMQError:  # that worker is gone
+            except zmq.ZMQError:  # that worker's connection has ended, and the kernel may still be ending its process
+                self._wait_for_a_death()
                 self._complain_of_the_dead()
                 raise
             header = HEADER.pack(product, block, row, column, rows, inner, columns, follows)
