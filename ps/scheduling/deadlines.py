@@ -61,15 +61,16 @@ class Typical:
         """Add blocks of similar length; most blocks of that length take at most `most` times what is expected."""
         scores, keep, weight = self._score, 1.0 - MEMORY, MEMORY / most
         highest = TAIL * most
+        late, get = self._late, scores.get
         for device, ratio in zip(devices, ratios, strict=True):
-            average, blocks = scores.get(device, FRESH)
+            average, blocks = get(device, FRESH)
             average = keep * average + weight * (ratio if ratio < highest else highest)
             scores[device] = average, blocks + 1
             if average > OUTLIER and blocks >= HEARD:
-                self._late.add(device)
+                late.add(device)
                 self._found.add(device)
-            elif device in self._late:
-                self._late.discard(device)
+            elif late:
+                late.discard(device)
 
     def take_found(self) -> dict[int, float]:
         """Devices found to be typically late since the last call, and how late they typically are."""
@@ -142,10 +143,11 @@ class Deadlines:
         """These blocks went out, each to its device."""
         if self.cold:
             self._unjudged += [(key, d, now_s, s) for key, d, s in zip(keys, devices, expected_s, strict=True)]
-        batch = sorted(
-            (now_s + self.allowed_s(s), device, key) for key, device, s in zip(keys, devices, expected_s, strict=True)
-        )
-        self._push(batch)
+        allowed: dict[float, float] = {}  # blocks of one product often have the same expected time
+        for seconds in expected_s:
+            if seconds not in allowed:
+                allowed[seconds] = now_s + self.allowed_s(seconds)
+        self._push(sorted(zip(map(allowed.__getitem__, expected_s), devices, keys, strict=True)))
 
     def allowed_s(self, expected_s: float) -> float:
         """How long a block with this expected time may take. If even the quickest block so far took several times what
@@ -178,12 +180,14 @@ class Deadlines:
         """Ratios of actual to expected time of returned blocks, with their expected times and devices."""
         groups: dict[int, tuple[list[float], list[int]]] = {}
         devices = devices if devices is not None else [UNKNOWN] * len(ratios)
-        for ratio, length, device in zip(ratios, map(_length, expected_s), devices, strict=True):
-            if length not in groups:
-                groups[length] = [], []
-            of_length, whose = groups[length]
-            of_length.append(ratio)
-            whose.append(device)
+        lengths = (np.frexp(expected_s)[1] // OCTAVES).tolist()
+        if len(set(lengths)) == 1:
+            groups[lengths[0]] = list(ratios), list(devices)
+        else:
+            for ratio, length, device in zip(ratios, lengths, devices, strict=True):
+                of_length, whose = groups.setdefault(length, ([], []))
+                of_length.append(ratio)
+                whose.append(device)
         for length, (of_length, whose) in groups.items():
             normal = self._by_length.get(length)
             if normal is None:
@@ -209,10 +213,14 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now_s and len(found) < most:
             _, number, place, batch = heapq.heappop(self._heap)
             _, device, key = batch[place]
-            if place + 1 < len(batch):
-                heapq.heappush(self._heap, (batch[place + 1][0], number, place + 1, batch))
             if open_(device, key):
                 found.append(key)
+            place += 1
+            # most blocks were answered long ago: these cost no turn of the heap
+            while place < len(batch) and batch[place][0] <= now_s and not open_(batch[place][1], batch[place][2]):
+                place += 1
+            if place < len(batch):
+                heapq.heappush(self._heap, (batch[place][0], number, place, batch))
         return found
 
 

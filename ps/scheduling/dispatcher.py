@@ -223,9 +223,9 @@ class Dispatcher:
         ratios: list[float] = []
         expected_s: list[float] = []
         owners: list[int] = []
-        now_s, stragglers = self._state.now_s, self._stragglers
+        now_s, stragglers, land = self._state.now_s, self._stragglers, self._assignments.land
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
-            job = self._assignments.land(device, job_id, block, answered=True)
+            job = land(device, job_id, block, answered=True)
             if job is None:
                 self.stale += 1
                 continue
@@ -233,10 +233,12 @@ class Dispatcher:
                 stragglers.decided(job_id, block, turn)
             job.state[block] = DONE
             job.open -= 1
-            ratios.append((now_s - job.sent_s[block]) / job.expected_s[block])
-            expected_s.append(job.expected_s[block])
+            expects_s = job.expected_s[block]
+            ratio = (now_s - job.sent_s[block]) / expects_s
+            ratios.append(ratio)
+            expected_s.append(expects_s)
             owners.append(device)
-            stragglers.answered(device, job_id, ratios[-1], expected_s[-1])
+            stragglers.answered(device, job_id, ratio, expects_s)
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,24 +149,6 @@ class SendBlocks:
             self.down_bytes,
             self.kept,
         )
-
-
-class Sent(NamedTuple):
-    """One block of a SendBlocks."""
-
-    device: int
-    job: int
-    block: int
-    box: Box
-    inner: int
-    chunk: int
-    down_bytes: int
-    kept: int
-
-
-def sends(instruction: SendBlocks) -> Iterator[Sent]:
-    """The blocks one by one."""
-    return map(Sent._make, zip(*instruction.columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

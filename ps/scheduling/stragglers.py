@@ -53,13 +53,13 @@ class Stragglers:
 
     def answered(self, device: int, job_id: int, ratio: float, expected_s: float) -> None:
         """A good answer: it took `ratio` times as long as expected."""
-        slowness, newcomers = self._beliefs.slowness, self._beliefs.newcomers
+        slowness, growing = self._beliefs.slowness, self._beliefs.newcomers.beliefs
         if device in slowness.factor:
             slowness.answered(device, ratio)
-        elif ratio > FAR and device not in newcomers.beliefs and (ratio - 1.0) * expected_s > FAR_S:
+        elif ratio > FAR and device not in growing and (ratio - 1.0) * expected_s > FAR_S:
             slowness.far_behind(device, ratio)
-        if newcomers.beliefs and device in newcomers.beliefs:
-            newcomers.answered(device, job_id, ratio / self._deadlines.usual(expected_s))
+        if growing and device in growing:
+            self._beliefs.newcomers.answered(device, job_id, ratio / self._deadlines.usual(expected_s))
         self._standing.answered(device)
         self._state.devices[device].worked = self._answered = True
         self._said_alone = False

@@ -82,7 +82,15 @@ class Membership:
             about = {key: text for key, text in about.items() if key != "kind"}
         profiles = self._standings.corrected(who, message.profiles) if who else message.profiles
         fresh = Peer(
-            identity, about, caller.key, caller.of_the_run, caller.line, who=who, descriptor=connection, other_end=end
+            identity,
+            about,
+            caller.key,
+            caller.of_the_run,
+            float(profiles["down_bps"].max()),
+            caller.line,
+            who=who,
+            descriptor=connection,
+            other_end=end,
         )
         peer = self._peers.setdefault(identity, fresh)
         if (before := self._peers.get(self._attendance.moved(about, identity))) is not None:

@@ -91,24 +91,31 @@ def parcels(
     down_bytes: Integers,
     held: tuple[Held, Held],
     piece_ids: Iterator[int],
+    shared: bool = True,
     generous: bool = False,
-    apart: bool = False,
+    message_bytes: int | None = None,
 ) -> Iterator[Parcel]:
-    """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made. `generous`: a
-    small operand is sent whole if many parts of it are wanted, which costs less than finding and packing the parts.
-    `apart`: one message per block, so that a device computes the first while the next is on its way; a message counts
-    as arrived only when all of it has."""
-    if apart:
-        for at, box in enumerate(boxes.tolist()):
-            yield _alone(job, operands, box, int(blocks[at]), int(devices[at]), int(down_bytes[at]), held, piece_ids)
-        return
+    """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made.
+
+    `shared`: slabs are joined into larger pieces for the devices of the connection. A single device gets each slab as a
+    piece of its own, so that it can be released alone.
+    `generous`: a small operand is sent whole if many parts of it are wanted, which costs less than packing the parts.
+    `message_bytes`: blocks share a message up to about this size. A message counts as arrived only when all of it has,
+    so a device computes the blocks of one message while the next is on its way."""
     inner = operands[0].array.shape[2]
+    message_bytes = message_bytes or MESSAGE_BYTES
     group = np.zeros(len(boxes), np.int64)
-    if operands[0].array.nbytes + operands[1].array.nbytes > MESSAGE_BYTES:
-        group = np.cumsum(4 * inner * boxes[:, 1] * (boxes[:, 3] + boxes[:, 5])) // MESSAGE_BYTES
+    if operands[0].array.nbytes + operands[1].array.nbytes > message_bytes:
+        sizes = 4 * inner * boxes[:, 1] * (boxes[:, 3] + boxes[:, 5]) if shared else down_bytes
+        group = np.cumsum(sizes) // message_bytes
     todo = np.split(np.arange(len(boxes)), np.flatnonzero(np.diff(group)) + 1)[::-1]
     while todo:
         part = todo.pop()
+        if len(part) == 1 and not shared:
+            at = int(part[0])
+            line = (boxes[at].tolist(), int(blocks[at]), int(devices[at]), int(down_bytes[at]))
+            yield _alone(job, operands, *line, held, piece_ids)
+            continue
         batch, batches, row, rows, column, columns = boxes[part].T
         wanted = (
             np.column_stack([batch, batch + batches, row, row + rows]),
@@ -116,7 +123,7 @@ def parcels(
         )
         missing = [w[locate(w, held[side].ranges) < 0] for side, w in enumerate(wanted)]
         fresh = [
-            [operand.all] if generous and operand.mostly(ranges) else merged(ranges)
+            [operand.all] if generous and operand.mostly(ranges) else merged(ranges) if shared else _distinct(ranges)
             for operand, ranges in zip(operands, missing, strict=True)
         ]
         if len(fresh[0]) + len(fresh[1]) > MESSAGE_PIECES and len(part) > 1:
@@ -141,6 +148,14 @@ def parcels(
             table[f"{name}_batch"] = wanted[side][:, 0] - start[:, 0]
             table[f"{name}_outer"] = wanted[side][:, 2] - start[:, 2]
         yield Parcel(np.array(pieces, dtype=PIECE), table, data)
+
+
+def _distinct(wanted: Integers) -> list[Range]:
+    return list(dict.fromkeys(map(_range, wanted.tolist())))
+
+
+def _range(row: list[int]) -> Range:
+    return (row[0], row[1], row[2], row[3])
 
 
 def _alone(
@@ -224,7 +239,7 @@ def locate(wanted: Integers, ranges: list[Range]) -> Integers:
 def merged(wanted: Integers) -> list[Range]:
     """Ranges that contain all wanted ones and nothing else: ranges that overlap or touch are joined, first along the
     rows of a batch entry, then along the batch among ranges with the same rows."""
-    ranges = {(r[0], r[1], r[2], r[3]) for r in wanted.tolist()}
+    ranges = set(map(_range, wanted.tolist()))
     by_rows = _joined(sorted((b0, b1, lo, hi) for b0, b1, lo, hi in ranges))
     by_batch = _joined(sorted((lo, hi, b0, b1) for b0, b1, lo, hi in by_rows))
     return [(b0, b1, lo, hi) for lo, hi, b0, b1 in by_batch]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.arriving import NO_CONNECTION, Address
+from agent.protocol.profile import MAX_RATE
 from agent.protocol.wire import Frame
 from ps.access.allowance import Allowance
-from ps.transport.operands import Held, Parcel
+from ps.transport.operands import MESSAGE_BYTES, Held, Parcel
 
 NO_DEVICE = 2**32 - 1  # no device has this number
+# Blocks for a single device share a message that takes at most this long on the device's line: the device begins to
+# compute at most this much later. A message costs the server and the device about 0.2 ms, whatever is in it.
+BUNDLE_S = 0.005
 MOST_CANCELLED = 32  # blocks per device of a connection that does not read, until it is ended
 
 
@@ -28,6 +32,7 @@ class Peer:
     about: dict[str, str]
     key: str = ""  # public key of an encrypted connection; empty: a plain one, from this machine
     of_the_run: bool = False  # a pod started by this run: its stamps count, and it may bring many devices
+    down_bps: float = MAX_RATE  # of its line, as its devices claim when they join
     line: int = 0  # the number of its connection; a message that came over another one is not its own
     allowance: Allowance = field(default_factory=Allowance)  # what it may send, unless it is of the run
     who: str = ""  # the device identity that its standing belongs to; empty: a pod of the run
@@ -44,7 +49,7 @@ class Peer:
     _kept: dict[int, Held] = field(default_factory=dict)  # by operand
     _released: list[int] = field(default_factory=list)
     _lent: dict[tuple[int, int], list[tuple[Held, int]]] = field(default_factory=dict)  # (job, block) -> its pieces
-    _borrowers: Counter[int] = field(default_factory=Counter)  # piece -> blocks that need it
+    _borrowers: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # piece -> blocks that need it
 
     def add(self, ids: Sequence[int]) -> None:
         self.index.update(zip(ids, range(len(self.ids), len(self.ids) + len(ids)), strict=True))
@@ -58,6 +63,13 @@ class Peer:
     @property
     def many(self) -> bool:
         return len(self.ids) > 1
+
+    @property
+    def message_bytes(self) -> int:
+        """Operands that a message to this connection may have."""
+        if self.many:
+            return MESSAGE_BYTES
+        return int(min(MESSAGE_BYTES, BUNDLE_S * self.down_bps / 8)) + 1
 
     def held(self, job: int, operands: tuple[int, int], kept: int) -> tuple[Held, Held]:
         """The pieces that this connection holds of a job's left and right operand. `kept`: see Job.kept in
@@ -73,16 +85,22 @@ class Peer:
         pieces, which stay until their job ends."""
         if self.many:
             return
-        for block, *pieces in parcel.blocks[["block", "left", "right"]].tolist():
-            mine = [(held[side], piece) for side, piece in enumerate(pieces) if not kept >> side & 1]
-            self._lent[job, block] = mine
-            self._borrowers.update(piece for _, piece in mine)
+        lent, borrowers, blocks = self._lent, self._borrowers, parcel.blocks["block"].tolist()
+        sides = [(held[side], name) for side, name in enumerate(("left", "right")) if not kept >> side & 1]
+        for block in blocks:
+            lent[job, block] = []
+        for mine, name in sides:
+            for block, piece in zip(blocks, parcel.blocks[name].tolist(), strict=True):
+                lent[job, block].append((mine, piece))
+                borrowers[piece] += 1
 
     def answered(self, job: int, block: int) -> None:
+        borrowers = self._borrowers
         for held, piece in self._lent.pop((job, block), ()):
-            self._borrowers[piece] -= 1
-            if not self._borrowers[piece]:
-                del self._borrowers[piece]
+            if borrowers[piece] > 1:
+                borrowers[piece] -= 1
+            else:
+                del borrowers[piece]
                 held.drop(piece)
                 self._released.append(piece)
 

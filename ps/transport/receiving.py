@@ -7,7 +7,7 @@ before anything changes, then writes the answers that count into their products.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +38,7 @@ from ps.access.endpoints import Endpoints
 from ps.access.joining import PASSING
 from ps.access.routing_ids import HeldMessage
 from ps.outside import Outside
+from ps.planning.cost import BYTES
 from ps.scheduling.events import BlocksFailed, BlocksReturned, Box
 from ps.transport.jobs import Live, Totals
 from ps.transport.membership import Membership
@@ -262,45 +263,57 @@ class Answers:
     received_ns: int
     good: BlocksReturned = field(default_factory=lambda: BlocksReturned([], [], []))
     bad: BlocksFailed = field(default_factory=lambda: BlocksFailed([], [], []))
-    answered: list[tuple[Peer, int, int]] = field(default_factory=list)
+    answered: list[tuple[Peer, int, int]] = field(default_factory=list)  # of connections with one device
     places: list[tuple[Live | None, list[Cells], Box]] = field(default_factory=list)  # of the good ones
 
     @classmethod
     def of(cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live], received_ns: int) -> Answers:
         """Check a batch of results. WireError if one of them is invalid; nothing has changed then."""
         self = cls(batch, received_ns)
+        good, bad, answered, places = self.good, self.bad, self.answered, self.places
         for peer, message in batch:
-            cells, start = _cells(message), 0
-            for device, job, block, status, size, _, _ in message.answers.tolist():
-                if device >= len(peer.ids):
-                    raise WireError(f"an answer names device {device}, the sender has {len(peer.ids)}")
+            cells, start, table, ids = _cells(message), 0, message.answers, peer.ids
+            alone = not peer.many
+            joined = cells[0] if cells and len(table) > 1 else None
+            columns = (table[name].tolist() for name in ("device", "job", "block", "status", "cells"))
+            for index, job, block, status, size in zip(*columns, strict=True):
+                if index >= len(ids):
+                    raise WireError(f"an answer names device {index}, the sender has {len(ids)}")
                 live = jobs.get(job)  # None: its job is finished, so the dispatcher will not count it
                 box = live.box(block) if live is not None else ()
-                if live is not None and status == DONE and size != box[1] * box[3] * box[5]:
-                    raise WireError(f"an answer to block {block} of job {job} has {size} cells, which is not its size")
-                event = self.good if status == DONE else self.bad
-                self.answered.append((peer, job, block))
-                event.devices.append(peer.ids[device])
+                if alone:
+                    answered.append((peer, job, block))
+                event: BlocksReturned | BlocksFailed = good
+                if status == DONE:
+                    if live is not None and size != box[1] * box[3] * box[5]:
+                        raise WireError(
+                            f"an answer to block {block} of job {job} has {size} cells, which is not its size"
+                        )
+                    places.append((live, cells if joined is None else [joined[start : start + size]], box))
+                else:
+                    event = bad
+                event.devices.append(ids[index])
                 event.jobs.append(job)
                 event.blocks.append(block)
-                if status == DONE:
-                    mine = cells if len(message.answers) == 1 else [cells[0][start : start + size]]
-                    self.places.append((live, mine, box))
                 start += size
         return self
 
     def accept(self, positions: list[int], totals: Totals, records: Records) -> None:
         """Write those of the good answers that count into their products and into the records."""
+        places, cells_by_inner = self.places, Counter[int]()
         for position in positions:
-            live, cells, (b, bs, r, rs, c, cs) = self.places[position]
+            live, cells, (b, bs, r, rs, c, cs) = places[position]
             assert live is not None
-            target = live.product.out[b : b + bs, r : r + rs, c : c + cs]
+            product = live.product
+            target = product.out[b : b + bs, r : r + rs, c : c + cs]
             if len(cells) == 1:
                 target[...] = cells[0].reshape(bs, rs, cs)
             else:
                 fill(target, cells)
-            totals.flops += 2 * target.size * live.product.shape.inner
-            totals.result_bytes += target.nbytes
+            cells_by_inner[product.shape.inner] += bs * rs * cs
+        for inner, count in cells_by_inner.items():
+            totals.flops += 2 * count * inner
+            totals.result_bytes += BYTES * count
         totals.blocks += len(positions)
         whole = len(positions) == sum(len(message.answers) for _, message in self.batch)
         good = self.good

@@ -13,7 +13,7 @@ import zmq
 from agent.protocol.arriving import NO_CONNECTION
 from agent.protocol.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
 from ps.outside import Outside
-from ps.scheduling.events import CancelBlocks, SendBlocks, Sent, sends
+from ps.scheduling.events import CancelBlocks, SendBlocks
 from ps.transport.jobs import Live, Totals
 from ps.transport.operands import Parcel, parcels, streamed
 from ps.transport.peers import Peer
@@ -37,21 +37,28 @@ class Shipping:
     def send_blocks(self, instruction: SendBlocks, stamp_ns: int) -> list[Peer]:
         """Group blocks by connection and job, pack and send them. Returns peers that are gone or do not read. All
         blocks have the time of the decision as their stamp, as in virtual time: packing is not charged to devices."""
-        groups: dict[tuple[bytes, int, int], list[Sent]] = {}
-        for sent in sends(instruction):
-            live, peer = self._jobs[sent.job], self._peer_of[sent.device]
-            live.boxes[sent.block] = sent.box
-            if peer.identity not in self._peers:
+        groups: dict[tuple[bytes, int, int], list[int]] = {}  # positions in the instruction
+        jobs, peers, peer_of, operand_bytes = self._jobs, self._peers, self._peer_of, 0
+        for at, (device, job, block, box, inner, chunk, down_bytes, kept) in enumerate(
+            zip(*instruction.columns, strict=True)
+        ):
+            live, peer = jobs[job], peer_of[device]
+            live.boxes[block] = box
+            identity = peer.identity
+            if identity not in peers:
                 continue  # lost a moment ago; the dispatcher is told next
-            live.holders.add(peer.identity)
-            self._totals.operand_bytes += sent.down_bytes
-            if sent.chunk < sent.inner:
-                peer.streams.append(self._stream(peer, live, sent, stamp_ns))
+            live.holders.add(identity)
+            operand_bytes += down_bytes
+            if chunk < inner:
+                peer.streams.append(self._stream(peer, live, instruction, at, stamp_ns))
+            elif (group := groups.get((identity, job, kept))) is not None:
+                group.append(at)
             else:
-                groups.setdefault((peer.identity, sent.job, sent.kept), []).append(sent)
+                groups[identity, job, kept] = [at]
+        self._totals.operand_bytes += operand_bytes
         messages_of: dict[bytes, list[Iterator[list[Frame]]]] = {}  # in the order of the instruction
         for (identity, job, kept), group in groups.items():
-            messages = self._parcels(self._peers[identity], job, kept, group, stamp_ns)
+            messages = self._parcels(peers[identity], job, kept, instruction, group, stamp_ns)
             messages_of.setdefault(identity, []).append(messages)
         queues = deque((self._peers[identity], chain(*of)) for identity, of in messages_of.items())
         dead: dict[bytes, Peer] = {}
@@ -86,10 +93,13 @@ class Shipping:
                 lost.append(peer)
         return lost
 
-    def _parcels(self, peer: Peer, job: int, kept: int, group: Sequence[Sent], stamp_ns: int) -> Iterator[list[Frame]]:
-        """Messages with these blocks, none of which is sent in chunks."""
+    def _parcels(
+        self, peer: Peer, job: int, kept: int, instruction: SendBlocks, group: Sequence[int], stamp_ns: int
+    ) -> Iterator[list[Frame]]:
+        """Messages with these blocks, none of which is sent in chunks. `group`: their positions in the instruction."""
         live = self._jobs[job]
-        product, boxes = live.product, np.array([sent.box for sent in group])
+        product = live.product
+        boxes = np.array([instruction.boxes[at] for at in group])
         held = peer.held(job, (product.left.id, product.right.id), kept)
         if not peer.of_the_run:
             peer.allowance.asked(len(group), int(boxes[:, 1::2].prod(axis=1).sum()))
@@ -97,23 +107,25 @@ class Shipping:
             job,
             (product.left, product.right),
             boxes,
-            np.array([sent.block for sent in group]),
-            np.array([peer.index[sent.device] for sent in group]),
-            np.array([sent.down_bytes for sent in group]),
+            np.array([instruction.blocks[at] for at in group]),
+            np.array([peer.index[instruction.devices[at]] for at in group]),
+            np.array([instruction.down_bytes[at] for at in group]),
             held,
             peer.piece_ids,
+            shared=peer.many,
             generous=peer.many,
-            apart=not peer.many,
+            message_bytes=peer.message_bytes,
         ):
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel, stamp_ns)
 
-    def _stream(self, peer: Peer, live: Live, sent: Sent, stamp_ns: int) -> Iterator[list[Frame]]:
+    def _stream(self, peer: Peer, live: Live, instruction: SendBlocks, at: int, stamp_ns: int) -> Iterator[list[Frame]]:
         """Messages with one block in chunks, each packed when it is about to be sent."""
-        _, batches, _, rows, _, columns = sent.box
+        box, block, device = instruction.boxes[at], instruction.blocks[at], instruction.devices[at]
+        _, batches, _, rows, _, columns = box
         peer.allowance.asked(1, batches * rows * columns)
-        factors, index = (live.product.left, live.product.right), peer.index[sent.device]
-        for parcel in streamed(sent.job, factors, sent.box, sent.block, index, sent.chunk, peer.piece_ids):
+        factors, index, chunk = (live.product.left, live.product.right), peer.index[device], instruction.chunk[at]
+        for parcel in streamed(instruction.jobs[at], factors, box, block, index, chunk, peer.piece_ids):
             yield self._pack(peer, live, parcel, stamp_ns)
 
     def _pack(self, peer: Peer, live: Live, parcel: Parcel, stamp_ns: int) -> list[Frame]:

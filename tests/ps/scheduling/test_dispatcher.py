@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -41,10 +41,8 @@ from ps.scheduling.events import (
     JobWaits,
     OperandsForgotten,
     SendBlocks,
-    Sent,
     Submission,
     SuspendDevice,
-    sends,
 )
 from ps.scheduling.invariants import InvariantBroken
 from ps.scheduling.state import CUT, DONE, IN_FLIGHT, PENDING, Job
@@ -55,9 +53,29 @@ Kind = TypeVar("Kind")  # of instructions
 Kept = tuple[int | None, int | None]  # operands of which slabs may be kept, left and right
 
 HUGE = 1 << 40
+
+
+class Sent(NamedTuple):
+    """One block of a SendBlocks."""
+
+    device: int
+    job: int
+    block: int
+    box: Box
+    inner: int
+    chunk: int
+    down_bytes: int
+    kept: int
+
+
 COMMON = Profile(
     flops=1e9, overhead_s=1e-4, down_bps=1e7, up_bps=1e7, latency_s=0.01, memory_bytes=HUGE, credit_blocks=2
 )
+
+
+def sends(instruction: SendBlocks) -> Iterator[Sent]:
+    """The blocks one by one."""
+    return map(Sent._make, zip(*instruction.columns, strict=True))
 
 
 def one_cell_bytes(shape: Shape) -> int:
@@ -255,7 +273,11 @@ class World:
         for suspension in only(SuspendDevice, instructions):
             self._forget(suspension.device)
             self.suspended.add(suspension.device)
-        for sent in [block for send in only(SendBlocks, instructions) for block in sends(send)]:
+        for sent in [
+            block
+            for send in only(SendBlocks, instructions)
+            for block in map(Sent._make, zip(*send.columns, strict=True))
+        ]:
             assert sent.device in self.alive, f"device {sent.device} is not there and was sent a block"
             assert (sent.job, sent.block) not in self.flying[sent.device], "sent twice"
             self._send(sent)

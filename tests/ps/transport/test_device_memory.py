@@ -144,7 +144,7 @@ STRIP_BYTES = 4 * 24 * (16 + 32)  # over an inner length of 24
 def test_blocks_that_were_decided_on_together_come_in_order_with_one_stamp_in_however_many_messages(
     serve: Serve, puppet_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 1)  # a message a block
+    monkeypatch.setattr("ps.transport.peers.BUNDLE_S", 0.0)  # one message per block
     server = serve(heartbeat_s=10.0)
     puppet: Puppet = puppet_at(server)
     before_ns = time.monotonic_ns()
@@ -161,15 +161,19 @@ def test_blocks_that_were_decided_on_together_come_in_order_with_one_stamp_in_ho
     assert len(set(server.records.columns()["sent_s"].tolist())) == 1
 
 
-def test_a_piece_is_released_as_soon_as_no_block_needs_it(serve: Serve, puppet_at: Any) -> None:
+@pytest.mark.parametrize("bundle_s", [0.0, 1.0], ids=["one message per block", "blocks share messages"])
+def test_a_piece_is_released_as_soon_as_no_block_needs_it(
+    serve: Serve, puppet_at: Any, monkeypatch: pytest.MonkeyPatch, bundle_s: float
+) -> None:
+    monkeypatch.setattr("ps.transport.peers.BUNDLE_S", bundle_s)
     server = serve(heartbeat_s=0.2)
     puppet: Puppet = puppet_at(server, credit=2)
     product = Multiplication(
         server, Operand(numbers(1, 16, 24)), Operand(numbers(1, 32, 24)), plan_of(STRIP, [0] * 4, STRIP_FRESH)
     )
-    first, second = puppet.work(), puppet.work()
-    (one,), (two,) = first.blocks.tolist(), second.blocks.tolist()
-    assert (len(first.pieces), len(second.pieces)) == (2, 1)  # the rows, and the columns of each block
+    messages = [puppet.work()] if bundle_s else [puppet.work(), puppet.work()]
+    one, two = (row for message in messages for row in message.blocks.tolist())
+    assert sum(len(message.pieces) for message in messages) == 3  # the rows, and the columns of each block
     puppet.answer(one)
     third = puppet.work()
     assert third.released.tolist() == [one[4]]  # its columns; the second block needs the rows, too

@@ -32,9 +32,9 @@ Box = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column, 
 class Line:
     """A connection: what the server knows that the other side holds, and what the other side really holds."""
 
-    def __init__(self, apart: bool = False) -> None:
+    def __init__(self, shared: bool = True, message_bytes: int | None = None) -> None:
         self.receiver = Operands()
-        self._apart = apart
+        self._shared, self._message_bytes = shared, message_bytes
         self._held: dict[int, tuple[Held, Held]] = {}
         self.piece_ids = count()
         self.parcels: list[Parcel] = []
@@ -53,7 +53,8 @@ class Line:
             down_bytes,
             held,
             self.piece_ids,
-            apart=self._apart,
+            shared=self._shared,
+            message_bytes=self._message_bytes,
         ):
             for row in self.bring(parcel):
                 assert row[1] == job
@@ -193,7 +194,7 @@ def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) ->
     shape = data.draw(shapes)
     operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
     boxes = data.draw(any_tiling(shape))
-    line = Line(apart=data.draw(st.booleans()))
+    line = Line(shared=data.draw(st.booleans()), message_bytes=data.draw(st.sampled_from([None, 1, 3000])))
     for call in data.draw(in_calls(boxes)):
         line.send(7, operands, [boxes[n] for n in call], call)
         again = data.draw(halves(boxes[call[0]]))
@@ -243,14 +244,23 @@ def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
     assert 5 * 32 <= max(sizes) <= 6 * 32
 
 
-def test_a_device_with_a_line_of_its_own_gets_the_strips_of_a_rectangle_one_by_one_and_their_slab_once() -> None:
+def test_a_device_on_a_slow_line_gets_the_strips_of_a_rectangle_one_by_one_and_their_slab_once() -> None:
     shape = Shape(1, 80, 4, 30)
     strips = [(0, 1, row, 20, 0, 30) for row in range(0, 80, 20)]
-    line = Line(apart=True)
+    line = Line(shared=False, message_bytes=1000)  # each of them counts as a little more
     line.send(0, operands_of(shape), strips, range(4))
     assert [len(parcel.blocks) for parcel in line.parcels] == [1, 1, 1, 1]
     sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
     assert sizes == [16 * (20 + 30), 16 * 20, 16 * 20, 16 * 20]
+
+
+def test_blocks_for_one_device_share_a_message_up_to_what_its_line_carries_and_no_piece_has_two_slabs() -> None:
+    shape = Shape(1, 80, 40, 30)
+    strips = [(0, 1, row, 20, 0, 30) for row in range(0, 80, 20)]
+    line = Line(shared=False, message_bytes=2500)  # each of them counts as a little more than 1000
+    line.send(0, operands_of(shape), strips, range(4))
+    assert [len(parcel.blocks) for parcel in line.parcels] == [2, 2]
+    assert [parcel.pieces["outer"].tolist() for parcel in line.parcels] == [[20, 20, 30], [20, 20]]
 
 
 # ---- nothing travels twice

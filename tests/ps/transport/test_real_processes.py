@@ -386,9 +386,12 @@ def test_a_device_that_fails_every_block_gets_no_more(start: Start, serve: Serve
     stranger: Stranger = stranger_at(server)
     stranger.join()
     product = Multiplication(server, (1, 64, 32, 64), grid(64, 64, 16, [0, 1]))
-    for _ in range(4):  # one more than a device may
-        (row,) = stranger.receive_work().blocks
-        stranger.send(Result(np.array([(0, row["job"], row["block"], FAILED, 0, 0.0, 0)], ANSWER), b""))
+    failed = 0
+    while failed < 4:  # one more than a device may
+        rows = stranger.receive_work().blocks
+        failed += len(rows)
+        answers = [(0, row["job"], row["block"], FAILED, 0, 0.0, 0) for row in rows]
+        stranger.send(Result(np.array(answers, ANSWER), b""))
     _stay_alive_until_done(stranger, product)
     product.check(limit_s=0)
     assert any("suspended stranger" in text for text in noticed)
