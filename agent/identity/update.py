@@ -8,9 +8,9 @@ installed only
 - if the pinned key signed it, its number is above all that this device has had, and every byte is as signed;
 - when the owner's rule `updates` allows it: "auto" at once, "ask" after `python -m agent update`, "never" not at all.
 
-The bundle is fetched over plain HTTP from the server's own host: the signature protects it, not the connection. Refusals
-are logged with their reason and shown by `python -m agent status`. A new bundle is on trial until it has started
-(agent/identity/bundle_file.py).
+The bundle is fetched over plain HTTP from the server's own host: the signature protects it, not the connection.
+Refusals are logged with their reason and shown by `python -m agent status`. A new bundle is on trial until it has
+started (agent/identity/bundle_file.py).
 """
 
 from __future__ import annotations
