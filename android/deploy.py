@@ -1,8 +1,8 @@
 """Deploys the agent over adb to all attached phones in parallel, by cable or wireless adb.
 
 A phone reaches the server through `adb reverse`, so it needs no Wi-Fi; the first time, Termux still fetches its
-packages (Python, NumPy) from the internet. Results are reported per phone, and one that fails does not hold up the
-others. Scripts run inside Termux through `android/channel.py`.
+packages (Python, NumPy) from the internet. Results are reported per phone, and a phone that fails does not hold up
+the others. Scripts run inside Termux through `android/channel.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Phone:
 
     @property
     def name(self) -> str:
-        """The device name in a run's tables: the model and the end of the serial, as there may be two of a model."""
+        """The device name in a run's tables: the model and, as two may share it, the end of the serial."""
         model = self.facts.model if self.facts else "phone"
         return re.sub(r"[^A-Za-z0-9]+", "-", f"{model}-{self.serial[-4:]}").strip("-").lower()
 
@@ -74,7 +74,7 @@ class Deployment:
     def phones(self) -> list[Attached]:
         found = self._adb.devices()
         if not found and self._adb.dry:
-            return [Attached("SERIAL", "device")]  # shows what would be done with one
+            return [Attached("SERIAL", "device")]  # an example, to show what would be done
         if not found:
             raise UserError(
                 "no phone is attached. On the phone: developer options, USB debugging on; then plug it in. Over Wi-Fi: "

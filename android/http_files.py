@@ -1,9 +1,9 @@
 """A small HTTP server that attackers cannot keep busy: one thread for all connections, a deadline on every wait.
 
 A connection has WHOLE_S in total and REQUEST_S for its request, counted from when it opens and not from its latest
-byte, so one that trickles is cut off. There are at most CONNECTIONS, and PER_ADDRESS from one address; a further one
-replaces the one furthest behind: the oldest without a complete request, then the oldest of all. A phone sends its
-request at once, so it is served however many others trickle, even from its own address (NAT). One request per
+byte, so a client that trickles is cut off. At most CONNECTIONS are open, and PER_ADDRESS from one address; a further
+one replaces one already answered, else the oldest without a complete request, else the oldest. A phone sends its
+request at once, so it is served however many clients trickle, even from its own address (NAT). One request per
 connection; `Answering` decides the answer.
 """
 
@@ -100,7 +100,7 @@ class HttpFiles:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._connections)
 
     def stop(self) -> None:

@@ -7,7 +7,7 @@ files beside agent.zip:
     agent.zip.previous   the previous bundle
     agent.zip.trial      NUMBER SHA256 of a new bundle on trial; written before it is put in place
     agent.zip.started    NUMBER of the bundle whose agent got as far as joining; written by the agent on trial
-    agent.zip.bad        one NUMBER per line: did not start here and was rolled back; written by the launcher
+    agent.zip.bad        one NUMBER per line: bundles that did not start and were rolled back; written by the launcher
 """
 
 from __future__ import annotations

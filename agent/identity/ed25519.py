@@ -2,7 +2,7 @@
 
 Pure Python, because a phone has no compiler and nothing installed there verifies Ed25519: neither the standard library
 nor pyzmq (it exposes libsodium for CURVE keys only). One verification takes about 3 ms on a laptop-class core, and an
-update needs one. It handles public values only, so timing leaks nothing.
+update needs one. Verification handles public values only, so timing leaks nothing.
 
 Stricter than the RFC where that costs nothing: it refuses non-canonical encodings (S >= L, y >= p, a negative zero) and
 public keys of small order, under which one signature fits many texts. It checks the equation without the cofactor.

@@ -33,7 +33,7 @@ def private_folder(folder: Path) -> Path:
 def write_private(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
     """Replace a file atomically: a reader finds the old or the new one; with `durable`, also after a power cut. A long
     text may come as lines, so that it is never in memory as a whole."""
-    # not a Path: it interns every such name, and Python's intern table would grow in a server that writes often
+    # not a Path: pathlib interns every name, and Python's intern table would grow in a server that writes often
     part = f"{path.parent}{os.sep}.{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -41,7 +41,7 @@ class Invitation:
     server_key: str  # Z85
     token: str  # empty once this device's key is enrolled
     expires_s: float | None = None  # since 1970
-    enrol_port: int | None = None  # takes the token, on the same hosts; None: the port after theirs
+    enrol_port: int | None = None  # takes the token, on the same hosts; None: each address's port + 1
     signer: str = ""  # public key whose agent releases may be installed (agent/identity/release.py); empty: none
 
     def __repr__(self) -> str:

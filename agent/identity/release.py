@@ -1,8 +1,8 @@
 """A signed release of the agent: name, number, bundle checksum, signer.
 
-It is published beside the bundle as `agent.zip.release`, a few lines of JSON. The signature covers a canonical text of
-the fields that begins with its purpose, so no other signature by the same key can pass for a release. Numbers only
-rise. Pure: no files, no network.
+The release is published beside the bundle as `agent.zip.release`, a few lines of JSON. The signature covers a canonical
+text of the fields that begins with its purpose, so no other signature by the same key can pass for a release. Numbers
+only rise. Pure: no files, no network.
 """
 
 from __future__ import annotations

@@ -52,12 +52,12 @@ def update_state(folder: Path, **values: Any) -> dict[str, Any]:
 
 
 class Identity:
-    """This device's ID where it has no keys. Two agents with one name on one machine are two devices: the second gets
-    a new ID on every start."""
+    """This device's ID on connections without a key. Two agents with one name on one machine are two devices: the
+    second gets a new ID on every start."""
 
     def __init__(self, folder: Path, name: str) -> None:
         secret = read_state(folder).get("device") or update_state(folder, device=secrets.token_hex(16))["device"]
         safe = "".join(c if c.isalnum() else "-" for c in name)[:60]
-        self._held = contextlib.ExitStack()  # until this process ends
+        self._held = contextlib.ExitStack()  # holds the lock until this process ends
         mine = self._held.enter_context(locked(folder / f"name-{safe}.lock", wait=False))
         self.id = f"{secret if mine else secrets.token_hex(16)}-{name}"

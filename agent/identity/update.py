@@ -8,9 +8,9 @@ installed only
 - if the pinned key signed it, its number is above all that this device has had, and every byte is as signed;
 - when the owner's rule `updates` allows it: "auto" at once, "ask" after `python -m agent update`, "never" not at all.
 
-It is fetched over plain HTTP from the server's own host: the signature protects it, not the connection. Refusals are
-logged with their reason and shown by `python -m agent status`. A new bundle is on trial until it has started
-(agent/identity/bundle_file.py).
+The bundle is fetched over plain HTTP from the server's own host: the signature protects it, not the connection.
+Refusals are logged with their reason and shown by `python -m agent status`. A new bundle is on trial until it has
+started (agent/identity/bundle_file.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from agent.protocol.wire import Refused
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 16 << 20
-READ_S, FETCH_S = 10.0, 120.0  # time limits per read and in total: a server that trickles cannot hold us
+READ_S, FETCH_S = 10.0, 120.0  # time limits per read and in total, so that a trickling server cannot hold us up
 WAITING = "update.zip"  # in the state folder: verified, awaiting the owner's approval
 BY_HAND = "To update by hand, run the command of a new invitation"
 
@@ -117,8 +117,8 @@ def _fetch_checked(folder: Path, place: Path, offer: Offer, rule: str) -> tuple[
 
 
 def own_url(url: str, endpoint: str) -> str:
-    """The URL with its host replaced by the one that we reach the server by: an agent must not become a way into its
-    owner's network. Rejected unless it is plain HTTP with a port."""
+    """The URL, with the host at which we reach the server: an agent must not become a way into its owner's network.
+    Raises Rejected unless the URL is plain HTTP with a port."""
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port

@@ -200,7 +200,7 @@ class Measuring:
         print(f"{time.perf_counter() - self._begun:7.1f} s  {text}", file=sys.stderr, flush=True)
 
     def _sustain(self, kernel: Any) -> None:
-        """How the time of one product changes while the device heats up. Runs before the grid, from rest."""
+        """Record how the time of one product changes while the device heats up. Runs before the grid, from rest."""
         shape, length_s = (1, 256, 256, 256), self._options.sustained
         self.say(f"sustained run of {length_s:g} s")
         windows: list[list[float]] = []

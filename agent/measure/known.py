@@ -35,7 +35,7 @@ class Known:
 
 
 def know(folder: Path, name: str, threads: int, kernel: str | None, memory: str, measure: bool) -> Known:
-    """Without `measure`, a rough estimate must do. ValueError if the requested kernel cannot be used."""
+    """Without `measure`, use a rough estimate. ValueError if the requested kernel cannot be used."""
     if not measure:
         return Known(pick_kernel(kernel, threads), None)
     path = folder / f"profile-{threads}-{kernel or 'any'}.json"

@@ -1,8 +1,8 @@
 """One sample of a device's speed: a series of calls of one product. `agent.measure.command` repeats it over a grid.
 
 Operands come from memory that was not touched recently, like those of a block that has just arrived. Quartiles of
-single calls are kept for wall time and CPU time: a moment in which another process has the machine lengthens a sum but
-barely moves a median.
+single calls are kept for wall time and CPU time: another process that briefly takes the CPU lengthens a sum but barely
+moves a median.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counts the bytes that this device moves per day, both ways, and keeps the count in its state folder.
 
-Only message bytes are counted; TCP, IP and encryption add about 4% to 8%. A killed agent loses at most two seconds of
-the count.
+Only message bytes are counted; TCP, IP and encryption add about 4% to 8%. A killed agent loses about the last
+2 s of the count (watch.KEEP_S).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent.protocol.errors import UserError
 
 
 class Meter:
-    """Written by the protocol thread, read by the watch thread. Several agents add up in one file."""
+    """Written by the protocol thread, read by the watch thread. Several agents add to one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """The owner's rules: may this device work now, and if not, why, and until when? Pure: no sensors, no clock, no files.
 
 An unset rule restricts nothing. A rule whose sensor is missing cannot be applied: by default the device works anyway
-and reports it (`if_unknown = "work"`); otherwise it waits until there is a reading (`if_unknown = "wait"`).
+and reports the rule (`if_unknown = "work"`); otherwise it waits until there is a reading (`if_unknown = "wait"`).
 
 Battery and temperature have hysteresis, so that a device at the limit does not come and go all the time: work stops at
 the limit and resumes when the battery is 5 points above it, or the temperature 3 degrees below.
@@ -91,8 +91,8 @@ class DataPlan:
     @property
     def most_memory_bytes(self) -> int:
         """The most memory to offer; a server never has more than this in flight to and from the device. `short` keeps
-        room for what is in flight when the device checks, and for as much again, which the server sends before it
-        hears that the device leaves. A quarter, so that a session uses half of what is left when it begins."""
+        room for what is in flight when the device checks, and for as much again, which the server may send before it
+        learns that the device leaves. A quarter, so that a session uses half of what is left at its start."""
         return max(self.left_bytes, 2 * self.spare_bytes) // 4
 
     def short(self, offered_bytes: int) -> bool:

@@ -1,7 +1,7 @@
 """Reads charger, battery, temperature and network: from Termux:API if installed, otherwise from /sys and /proc.
 
-Any source may be missing, wrong or hang: on real phones `termux-battery-status` hangs now and then. So each command has
-a time limit and is killed together with its children, and each kind of sensor has its own thread. Pure functions
+A source may be missing, be wrong or hang: on real phones `termux-battery-status` hangs now and then. So each command
+has a time limit and is killed together with its children, and each kind of sensor has its own thread. Pure functions
 interpret the answers; agent/owner/rules.py decides what follows from them.
 """
 
@@ -39,7 +39,7 @@ class Battery:
 
 
 def termux_battery(answer: Mapping[str, Any]) -> Battery:
-    """From `termux-battery-status`. Some versions write the temperature as text; old ones have no "plugged"."""
+    """From `termux-battery-status`. Some versions write the temperature as text; old versions have no "plugged"."""
     plugged, status = answer.get("plugged"), answer.get("status")
     on = None
     if isinstance(plugged, str) and plugged:
@@ -112,7 +112,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def sys_battery(root: Path = Path("/sys/class")) -> Battery:
-    """From the kernel's power supplies. A machine that shows none may be a desktop or may hide them: not known."""
+    """From the kernel's power supplies. Without any, `plugged` is None: it may be a desktop, or hide them."""
     online: list[bool] = []
     plugged: bool | None = None
     percent: float | None = None
@@ -141,7 +141,7 @@ def sys_temperature(root: Path = Path("/sys/class")) -> float | None:
 
 
 def route_network(proc: Path = Path("/proc/net"), net: Path = Path("/sys/class/net")) -> str | None:
-    """The kind of network, from the interface of the default route. Android hides routes: not known."""
+    """The kind of network, from the interface of the default route. None if not known: Android hides routes."""
     routes = [line.split() for line in _lines(proc / "route")[1:]]
     ways = [(int(row[6]), row[0]) for row in routes if len(row) > 7 and row[1] == row[7] == "0" * 8]
     routes6 = [line.split() for line in _lines(proc / "ipv6_route")]

@@ -55,7 +55,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         """Returns once the sensors that the rules need have been read, or have timed out."""
-        self._keep()  # loads what was moved today before this start
+        self._keep()  # loads the bytes moved today before this start
         self._ask_sensors()
         for sampler in (self._battery, self._network):
             sampler.start()
@@ -110,7 +110,7 @@ class Watch:
             while self._read.recv(4096):
                 pass
 
-    # ---- its own thread
+    # ---- the watch thread
 
     def _run(self) -> None:
         while not self._ended:

@@ -1,7 +1,8 @@
 """Tells a slow message from a silent peer, by asking the kernel when bytes last arrived.
 
-ZeroMQ delivers whole messages only. On a slow line one may take longer than the silence timeout, and heartbeats queue
-behind it. Linux (and so Android) reports when a connection last received bytes; elsewhere silence counts as silence.
+ZeroMQ delivers whole messages only. On a slow line a message may take longer than the silence timeout, and heartbeats
+queue behind it. Linux (and so Android) reports when a connection last received bytes; elsewhere silence counts as
+silence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ NO_CONNECTION = -1
 Address = tuple[object, ...]
 _STATE, _ESTABLISHED = 0, 1  # tcpi_state
 _LAST_DATA_RECEIVED = 52  # tcpi_last_data_recv, milliseconds, in struct tcp_info of linux/tcp.h
-_BYTES_RECEIVED = 128  # tcpi_bytes_received, in the same
+_BYTES_RECEIVED = 128  # tcpi_bytes_received, in the same struct
 
 
 def descriptor(frame: zmq.Frame) -> int:
@@ -53,7 +54,7 @@ def bytes_received(connection: int) -> int:
 
 
 def local_port(connection: int) -> int:
-    """Of a TCP connection; -1 if it is none, or is closed."""
+    """Local port of a TCP connection; -1 if the descriptor is not one, or is closed."""
     try:
         view = socket.socket(fileno=connection)
     except OSError:
@@ -68,10 +69,10 @@ def local_port(connection: int) -> int:
 
 
 def other_end(connection: int) -> Address | None:
-    """Of a TCP connection; None if it is none, or is closed."""
+    """Peer address of a TCP connection; None if the descriptor is not one, or is closed."""
     if connection == NO_CONNECTION:
         return None
-    try:  # of any kind: Python would find out which with two more calls, and it makes no difference here
+    try:  # AF_INET6 for every family: to detect it, Python needs two more calls, and it does not matter here
         view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=connection)
     except OSError:
         return None

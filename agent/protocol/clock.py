@@ -1,8 +1,8 @@
 """One clock, passed in: every block timestamp and every wait for modelled time goes through it.
 
 Modelled time is device time. On the wall clock it is the host's time. On a scaled clock it runs k times slower, so that
-a slow host keeps up: what the model says takes k times as long here, and is reported in device time. A virtual clock
-jumps from one event to the next without waiting.
+a slow host keeps up: a modelled duration takes k times as long on the host, and is reported in device time. A virtual
+clock jumps from one event to the next without waiting.
 
 Wall and scaled clocks count from the zero of the host's monotonic clock, which the server and all pods of one host
 share, so processes with the same scale agree on the time without exchanging messages.

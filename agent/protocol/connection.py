@@ -40,7 +40,7 @@ HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 SILENT_AFTER = 8  # heartbeat intervals without a message from the server
-LOOK_S = 0.1  # how often to check for a failed handshake; a check takes some microseconds
+LOOK_S = 0.1  # how often to check for a failed handshake; a check takes a few microseconds
 UNKNOWN, NOT_THE_SERVER = "unknown", "not the server"  # why a handshake failed
 
 
@@ -140,7 +140,7 @@ class Connection:
         now = self._clock()
         self._silent_s += min(now - self._turned, self._heartbeat_s)
         self._turned = now
-        silent = self._silent_s > SILENT_AFTER * self._heartbeat_s  # ours may lie unread, too: send few
+        silent = self._silent_s > SILENT_AFTER * self._heartbeat_s  # our messages may lie unread, too: send few
         if self.joined and now - self._spoke >= self._heartbeat_s * (SILENT_AFTER if silent else 1):
             self.send(Heartbeat())
 
@@ -185,8 +185,8 @@ class Connection:
 
 
 def next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
-    """What has happened to a connection, and its value. pyzmq's own function makes an enum member of every value, a
-    descriptor, say, and Python keeps each for good: 0.5 KiB per descriptor number that was ever in use."""
+    """The monitor's next event, and its value. pyzmq's own function turns every value, such as a descriptor, into an
+    enum member, which Python never frees: 0.5 KiB per descriptor number ever used."""
     event, value = struct.unpack("=Hi", monitor.recv_multipart()[0])
     return event, value
 

@@ -71,7 +71,7 @@ class EntranceConnection:
 
     def _entered(self, port: int, password: str) -> tuple[str, Credentials]:
         if self._curve is not None:
-            return "", self._curve  # the endpoint of the invitation
+            return "", self._curve  # join at the endpoint of the invitation
         return with_port(self.endpoint, port), Password(password)
 
     @property

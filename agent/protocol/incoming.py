@@ -38,7 +38,8 @@ class InboundLimit(threading.Thread):
     def __init__(
         self, endpoint: str, encrypted: bool, judge: Callable[[Unfinished], str], ring: Callable[[], object]
     ) -> None:
-        """`judge`: returns why the connection must end; empty: it may go on. `ring`: called when it has ended."""
+        """`judge`: returns why the connection must end; empty: it may go on. `ring`: called when the connection is
+        shut down or lost."""
         super().__init__(name="gate", daemon=True)
         self.cut = ""  # why the connection was shut down
         self.losses = 0  # watched connections that are gone; ZeroMQ reconnects each time

@@ -94,7 +94,7 @@ def _parse(value: object, quantity: _Quantity) -> Decimal:
         same_letters = [known for known in quantity.units if known.lower() == unit.lower()]
         hint = f'is "{same_letters[0]}" meant?' if same_letters else f"known: {', '.join(quantity.units)}"
         raise wrong(f'unknown unit "{unit}" ({hint})')
-    if float(match["number"]) > 1e200:  # else it could become an integer of a billion digits
+    if float(match["number"]) > 1e200:  # a larger one could become an integer of a billion digits
         raise wrong("it is too large")
     return Decimal(match["number"]) * quantity.units[unit]
 

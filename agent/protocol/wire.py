@@ -83,7 +83,7 @@ BLOCK = np.dtype(
         # order, one row per chunk. A chunk's pieces serve its row only and are dropped once its product is added up.
         ("chunk", "<u4"),
         ("chunks", "<u4"),  # 1: the block is not split
-        ("down_bytes", "<u8"),  # this device's download for it; a pod's socket may carry less, shared by its devices
+        ("down_bytes", "<u8"),  # this device's download for the block; pieces that a pod's devices share travel once
     ]
 )
 ANSWER = np.dtype(
@@ -181,7 +181,7 @@ class Heartbeat:
 class Leave:
     devices: NDArray[np.uint32]
     reason: str
-    until_s: float | None = None  # seconds until they may be back; None: not known
+    until_s: float | None = None  # seconds until the devices may return; None: not known
     name: str = ""  # of a device that may not work and only explains why it does not join
 
 

@@ -39,10 +39,10 @@ def server_folder() -> Path:
 
 
 class Disk(Protocol):
-    """Where the file lies. UserError: it cannot be written, or is locked by another process (Busy)."""
+    """The disk that holds the file. UserError: the file cannot be written, or is locked by another process (Busy)."""
 
     def stamp(self, path: Path) -> tuple[int, int, int]:
-        """Another one after each change; FileNotFoundError if there is no such file."""
+        """Differs after each change; FileNotFoundError if there is no such file."""
         ...
 
     def read(self, path: Path) -> str: ...
@@ -74,7 +74,7 @@ class RealDisk:
 class AccessFile:
     def __init__(self, folder: Path, keys: bool = True, wait_s: float = LOCK_S, disk: Disk | None = None) -> None:
         """Creates the server's keys if there are none. Without `keys` nothing is written before the first change.
-        `wait_s`: longest wait for the lock; then Busy is raised. `disk`: another one than this machine's."""
+        `wait_s`: longest wait for the lock; then Busy is raised. `disk`: replaces this machine's disk."""
         self._disk: Disk = disk or RealDisk()
         self.path = folder / "access.json"
         self._lock = self.path.with_name("access.lock")

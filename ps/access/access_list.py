@@ -30,7 +30,7 @@ FORGOTTEN_AFTER_S = 30 * 86_400.0  # an invitation that can no longer be used st
 class Invitation:
     id: str
     token_hash: str
-    uses: int  # number of devices it may enrol
+    uses: int  # devices that it may enrol
     used: int
     created_s: float
     expires_s: float
@@ -50,7 +50,7 @@ class Invitation:
 @dataclass(frozen=True, slots=True)
 class Enrolled:
     key: str  # public, Z85
-    name: str  # the name it used last
+    name: str  # the device's latest name
     invitation: str
     first_seen_s: float
     last_seen_s: float
@@ -114,7 +114,7 @@ def _ended_s(invitation: Invitation) -> float:
 def admit(
     access_list: AccessList, key: str, token: str, name: str, now_s: float
 ) -> tuple[AccessList, Enrolled | Refusal]:
-    """The holder of this key asks to join."""
+    """The next list, and the answer to a device with this key that asks to join."""
     known = access_list.find(key)
     if known is not None:
         if known.revoked_s is not None:
@@ -159,7 +159,7 @@ def seen(access_list: AccessList, here: Mapping[str, tuple[float, str]]) -> Acce
 def revoke_device(
     access_list: AccessList, which: str, now_s: float, keep_invitation: bool = False
 ) -> tuple[AccessList, Enrolled]:
-    """`which`: a fingerprint, or else a name; it must identify one device. The invitation it came with is closed too,
+    """`which`: a fingerprint, or else a name; it must identify one device. The device's invitation is closed too,
     unless `keep_invitation` is set."""
     device = _the_one(access_list.enrolled, which)
     gone = replace(device, revoked_s=now_s if device.revoked_s is None else device.revoked_s)

@@ -4,7 +4,7 @@ A shell around `ps/access/access_list.py`. Unknown and revoked keys are refused 
 anything that they send is read. The User-Id of every message names its connection, behind a prefix that only this
 process knows: a client may claim any User-Id, but it does not know the prefix.
 
-Passwords of the data endpoint on the loopback: one for the pods of the run, and tickets that the entrance issues, each
+The loopback data endpoint takes passwords: one for the pods of the run, and tickets that the entrance issues, each
 valid for one connection and a short time.
 """
 
@@ -35,7 +35,7 @@ HANDSHAKES = (
 LINES = 200  # most refusals logged per run
 LOCAL, ENCRYPTED = b"local", b"encrypted"  # ZAP domains of the endpoints
 NOT_WRITTEN = Refusal("the server cannot write down who joins at present; it may work in a moment")
-ENROL_WAIT_S = 0.25  # for the file's lock, in the entrance's thread; the server's may hold it for milliseconds
+ENROL_WAIT_S = 0.25  # for the file's lock, in the entrance's thread; the server's thread may hold it for milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Caller:
 
     key: str  # public; empty: a local, unencrypted connection
     of_the_run: bool  # a pod started by this run
-    line: int = 0  # unique number of this connection, whatever routing id it chose
+    line: int = 0  # unique number of this connection, whatever its routing id
 
 
 class TooOften(Exception):
@@ -84,7 +84,7 @@ class ConnectionAdmission:
         now_s: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`access`: an instance of its own for this thread."""
+        """`access`: an instance that only this thread uses."""
         self._access, self._tickets, self._refusals, self._now_s = access, tickets, refusals, now_s
         self._monotonic_s = monotonic_s
         self._secret_prefix = secrets.token_hex(16)
@@ -120,8 +120,8 @@ class ConnectionAdmission:
         return None
 
     def _count_handshake(self, key: str) -> None:
-        """Limit handshakes per key: each makes a connection that may stay silent for seconds, under a routing id of its
-        choice."""
+        """Limit handshakes per key: each makes a connection that may stay silent for seconds, under a routing id that
+        the client may choose."""
         now_s = self._monotonic_s()
         budget = self._handshakes.setdefault(key, Budget.full(*HANDSHAKES, now_s))
         if key not in self.trusted and not budget.take(1, now_s):
@@ -176,7 +176,7 @@ class ConnectionAdmission:
         return self._tickets.issue(self._monotonic_s())
 
     def hello(self, key: str, hello: Hello) -> Refusal | None:
-        """Whether the holder of this key may join, with this token if it needs one."""
+        """Why a device with this key, and this token if it needs one, may not join; None if it may."""
         if key in self.trusted:
             return None
         name, now_s, access_list = printable(hello.name)[:60], self._now_s(), self.read()
@@ -205,7 +205,7 @@ class ConnectionAdmission:
 # ---- tickets
 
 TICKET_S = 10.0  # a device uses its ticket at once
-MOST = 2048  # at the same time; the oldest go first. The entrance accepts fewer: 128 at once and 100 per second
+MOST = 2048  # at the same time; the oldest are dropped first. The entrance accepts fewer: 128 at once, 100 per second
 POD, TICKET = "pod", "ticket"  # kinds of passwords
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPARE_MESSAGES = 64  # heartbeats and farewells; burst
+SPARE_MESSAGES = 64  # for heartbeats and farewells; burst
 MESSAGES_PER_HEARTBEAT = 8  # added with each heartbeat
 SPARE_JOINS = 16  # per connection, beyond the first join; agents open a new connection each time
 SPARE_ANSWERS = 64  # to blocks that were cancelled or are duplicates
@@ -45,6 +45,6 @@ class Allowance:
         return self.joins >= 0
 
     def spoke(self) -> bool:
-        """Count a message that is no answer. False if there are too many."""
+        """Count a message that is not an answer. False if there are too many."""
         self.messages -= 1
         return self.messages >= 0

@@ -2,7 +2,8 @@
 
 A ROUTER tells its peers apart by routing ids that they may choose, and libzmq 4.3 aborts the process when it generates
 an id that a peer has already chosen. A DEALER with a single peer has no routing ids. It is bound to a local socket that
-only this process may connect to, and is closed with the call. One costs about 0.2 ms, encrypted or not.
+only this process (outside Linux: this user) may connect to, and is closed with the call. Each socket costs about
+0.2 ms, encrypted or not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CallerSocket:
     zmq_socket: zmq.Socket[bytes]
     line: socket.socket  # our end of the local socket: the caller's bytes go in here, the answers come out
     failures: zmq.Socket[bytes] | None  # monitor of failed handshakes; encrypted sockets only
-    greeted: bool = False  # its HELLO was answered
+    greeted: bool = False  # the caller's HELLO was answered
 
     def close(self, refusals: Refusals) -> None:
         """End the call, and log why its handshake failed, if it did."""
@@ -55,7 +56,7 @@ class CallerSockets:
         self._folder: Path | None = None
 
     def open(self) -> CallerSocket:
-        """OSError or ZMQError: no descriptors are left."""
+        """Raises OSError or ZMQError if no descriptors are left."""
         with contextlib.ExitStack() as undo:
             inside = self._context.socket(zmq.DEALER)
             undo.callback(inside.close, linger=0)

@@ -119,7 +119,7 @@ class Entrance:
         return now_s
 
     def _rest(self, seconds: float) -> None:
-        """Make unknown clients wait, but keep checking what they send: it arrives without our reading it."""
+        """Make unknown clients wait, but keep checking what they send: bytes arrive even if we do not read them."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(LOOK_S, left_s))
@@ -130,7 +130,7 @@ class Entrance:
         questions: zmq.Socket[bytes],
         user_id: Callable[[bytes, bytes, Sequence[bytes]], bytes | None],
     ) -> bool:
-        """Answer one ZAP request about a new connection. True if it was refused."""
+        """Answer ZAP requests about new connections, up to MESSAGES_PER_TURN. True if any was refused."""
         refused = False
         for _ in range(MESSAGES_PER_TURN):
             if not questions.poll(0):

@@ -1,7 +1,7 @@
-"""Connections to the data endpoints that have not joined: limits on number, time and bytes, and how one is cut.
+"""Limits the number, time and bytes of connections to the data endpoints that have not joined, and cuts them.
 
 ZeroMQ reports each connection that it accepts (with its descriptor) and each that is closed. A connection is ended by
-shutting down its TCP socket, which belongs to ZeroMQ. Its address is checked first, because descriptors are soon
+shutting down its TCP socket, which belongs to ZeroMQ. The peer's address is checked first, because descriptors are soon
 reused. Limits before a key or password is known: `Limits`, `FIRST_BYTES`.
 """
 
@@ -22,21 +22,21 @@ from ps.outside import Machine, Outside
 WATCHED = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 EVENTS_PER_TURN = 256
 UNJOINED = Limits(most=96, per_address=96, seconds=10.0)
-# Further connections allowed: the number of enrolled devices, or of keys and tickets accepted in these seconds. A fleet
-# that returns all at once connects before ZeroMQ asks who it is. (Without this, 300 devices took 56 s and 1,579
-# connections.)
+# Limit on connections allowed beyond UNJOINED: one per enrolled device, or per key and ticket accepted in the last
+# UNJOINED.seconds. A fleet that returns all at once connects before ZeroMQ checks its keys. (Without this, 300 devices
+# took 56 s and 1,579 connections.)
 MOST_LET_IN = 4000
-# Local connections that have passed the password and stay silent although everything received was read: few, because
-# their routing ids may be chosen ones (ps/access/routing_ids.py). An agent sends its first message right after its
-# ticket.
+# Limit on local connections that have sent a password and stay silent although the server has read everything: few,
+# because the clients may have chosen their routing ids (ps/access/routing_ids.py). An agent sends its first message
+# right after its ticket.
 MOST_SILENT, SILENT_S = 8, 0.25
 PASSWORD_BYTES = 100  # a greeting and a password take more
 STALLED_S = 30.0  # longest wait for a connection whose JOIN may be unread because the server's thread is busy
-FIRST_BYTES = 1 << 20  # before its first message has been read
+FIRST_BYTES = 1 << 20  # per connection, before its first message has been read
 CROWDED_BYTES = 1 << 17  # the same, if there are many connections; joining takes up to 96 KiB
-MORE_BYTES = 9 << 20  # after each message of a connection that measures its link before joining: the next, encrypted
+MORE_BYTES = 9 << 20  # after each message of a connection that measures its link before joining: one more, encrypted
 ALL_BYTES = 24 << 20  # unread bytes of all connections that have not joined; beyond this the largest are cut
-MEASURING, MEASURING_LOCALLY = 1, 2  # newest connections per key, and on this machine, that may measure; it takes 1-2 s
+MEASURING, MEASURING_LOCALLY = 1, 2  # newest connections per key, and on this machine, that may measure (1-2 s each)
 MOST_PROBES = 100  # per connection that has not joined; measuring a link takes fewer than 64
 LAST_BYTES = 1 << 16  # from a connection that is dismissed before it has joined
 LATER_S = 0.2  # time for the last message to arrive before a connection is cut
@@ -64,10 +64,10 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Quota:
-    """Of a connection that has not joined."""
+    """Limits of a connection that has not joined."""
 
-    most_bytes: int  # that may have arrived
-    read_bytes: int = 0  # that had arrived when its last message was read
+    most_bytes: int  # limit on bytes arrived
+    read_bytes: int = 0  # bytes arrived when its last message was read
     probes: int = 0
 
 
@@ -88,7 +88,7 @@ class Guard:
         self._peer: dict[int, Address] = {}  # descriptor -> address of the other end
         self._joined: dict[int, _Joined] = {}
         self._quotas: dict[int, _Quota] = {}  # of connections that have not joined
-        self._measuring: dict[int, str] = {}  # those that measure their link -> key; the newest last
+        self._measuring: dict[int, str] = {}  # connections that measure their link -> key; the newest last
         self._silent_s: dict[int, float] = {}  # local connections without a message read yet -> since when
         self._cut_s: dict[int, tuple[float, Address]] = {}  # when to cut, and which connection
 
@@ -96,7 +96,7 @@ class Guard:
 
     def probed(self, descriptor: int, key: str) -> bool:
         """An admitted connection measures its link before it joins, and gets more time and more bytes; few may do so at
-        the same time. False: too often."""
+        the same time. False if it measures too often."""
         with self._lock:
             self._silent_s.pop(descriptor, None)
             if (quota := self._quotas.get(descriptor)) is None:
@@ -115,15 +115,15 @@ class Guard:
             return True
 
     def send_away(self, descriptor: int) -> None:
-        """It has not joined: allow it few further bytes."""
+        """Cut a connection that has not joined; until then, allow it few further bytes."""
         self.cut(descriptor, self._outside.other_end(descriptor))
         with self._lock:
             if (quota := self._quotas.get(descriptor)) is not None:
                 quota.most_bytes = min(quota.most_bytes, self._outside.bytes_received(descriptor) + LAST_BYTES)
 
     def joined(self, descriptor: int, identity: bytes) -> Address | None:
-        """Address of the other end, which tells it from the next connection with this descriptor; None if it is
-        gone."""
+        """Record that devices joined over this connection. Returns the peer's address, which distinguishes it from the
+        next connection with this descriptor; None if the connection is gone."""
         with self._lock:
             if (peer := self._outside.other_end(descriptor)) is None:
                 return None
@@ -136,11 +136,11 @@ class Guard:
             return peer
 
     def left(self, descriptor: int, address: Address | None, identity: bytes) -> None:
-        """The devices of this connection have left."""
+        """Record that the devices of this connection have left."""
         with self._lock:
             held = self._joined.get(descriptor)
             if held is None or held.address != address:
-                return  # its connection is gone; the descriptor may be in use again
+                return  # the connection is gone; the descriptor may be in use again
             held.identities.discard(identity)
             if held.identities:
                 return
@@ -176,7 +176,7 @@ class Guard:
         return self.expected + min(MOST_LET_IN, max(self.enrolled, len(self._let_in_s)))
 
     def attend(self) -> bool:
-        """Handle ZeroMQ's reports. True if there were any about unknown clients."""
+        """Handle ZeroMQ's reports and check limits. True if a handshake failed or a connection was cut."""
         refused = False
         for _ in range(EVENTS_PER_TURN):
             if not self.monitor.poll(0):
@@ -198,10 +198,10 @@ class Guard:
             if self._cut_s.get(descriptor, (0.0, peer))[1] != peer:
                 del self._cut_s[descriptor]
             if peer is None:
-                return  # it is gone again
+                return  # the connection is gone already
             self._peer[descriptor] = peer
             held = self._joined.get(descriptor)
-            if held is None or held.address != peer:  # it may have joined before its acceptance was reported
+            if held is None or held.address != peer:  # devices may join before ZeroMQ reports the connection
                 few = len(self._unjoined) < self._unjoined.limits.most
                 self._come(descriptor, str(peer[0]), 0, FIRST_BYTES if few else CROWDED_BYTES)
                 if self.local_port and self._outside.local_port(descriptor) == self.local_port:
@@ -215,14 +215,14 @@ class Guard:
             self._end(crowded, self._peer.get(crowded))
 
     def _no_more(self, descriptor: int) -> None:
-        """Stop treating it as a connection that has not joined."""
+        """Stop treating this as a connection that has not joined."""
         self._unjoined.gone(descriptor)
         self._quotas.pop(descriptor, None)
         self._measuring.pop(descriptor, None)
         self._silent_s.pop(descriptor, None)
 
     def _gone(self, descriptor: int) -> None:
-        """The server's thread may already have named the next connection with this descriptor."""
+        """Forget a closed connection. The server's thread may already know the next one with this descriptor."""
         with self._lock:
             self._no_more(descriptor)
             peer = self._peer.pop(descriptor, None)
@@ -271,7 +271,7 @@ class Guard:
         return silent[: max(0, len(silent) - MOST_SILENT)]
 
     def _end(self, descriptor: int, address: Address | None) -> None:
-        """Shut it down, if it is still the same connection."""
+        """Shut the connection down, if the descriptor still belongs to it."""
         if self._peer.get(descriptor) == address:
             self._no_more(descriptor)
         if (cut := self._cut_s.get(descriptor)) is not None and cut[1] == address:

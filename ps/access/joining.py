@@ -1,6 +1,6 @@
 """What admitted connections may do: how often they join, with how many devices, and how much they may measure.
 
-Used by the server's thread. Whether a connection is accepted at all was decided before, by `ps/access/admission.py`.
+Used by the server's thread. `ps/access/admission.py` has already decided to accept the connection.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ JOINS = (20.0, 0.1)  # per key: burst, per second
 LOCAL_JOINED_BYTES = (
     4e6,
     4e5,
-)  # of all local connections together: reading it takes up to 6% of the server's time
-PROBES = (128.0, 20.0)  # per key, and of all local connections together; measuring a link takes up to 60
+)  # for all local connections together: parsing it takes up to 6% of the server's time
+PROBES = (128.0, 20.0)  # per key, and for all local connections together; measuring a link takes up to 60
 PROBED_BYTES = (512e6, 2e6)  # both directions
-LOCAL_PROBED_BYTES = (4e9, 1e9)  # of all local connections together, which measure only this machine's memory
+LOCAL_PROBED_BYTES = (4e9, 1e9)  # for all local connections together, which measure only this machine's memory
 MOST_BUDGETS = 10_000  # keys whose budgets are kept
 
 TOO_OFTEN = Refusal("this device joins too often; it may again in a minute")
@@ -47,7 +47,7 @@ class JoinAdmission:
         self._probes: OrderedDict[str, Budget] = OrderedDict()
         self._probed_bytes: OrderedDict[str, Budget] = OrderedDict()
         self._mine: tuple[str, ...] = ()
-        self._seen: dict[str, tuple[float, str]] = {}  # key -> when last connected, and its name; not written yet
+        self._seen: dict[str, tuple[float, str]] = {}  # key -> when last connected, and the name; not written yet
 
     def listens(self, addresses: Iterable[str], enrolling: int) -> None:
         """Record these encrypted endpoints and the port of the entrance; invitations name them."""
@@ -56,7 +56,7 @@ class JoinAdmission:
             self._change(lambda access_list: (replace(access_list, listening=mine, enrolling=enrolling), None))
 
     def may_read_join(self, caller: Caller, size: int) -> Refusal | None:
-        """Whether a JOIN of this size may be parsed."""
+        """Why a JOIN of this size may not be parsed; None if it may."""
         if caller.of_the_run:
             return None
         if caller.key:
@@ -64,7 +64,7 @@ class JoinAdmission:
         return None if self._budget(self._joins, "", LOCAL_JOINED_BYTES, size) else TOO_MANY_AT_ONCE
 
     def admit(self, caller: Caller, join: Join, present: int) -> Refusal | None:
-        """Whether it may join, with its devices in addition to those `present` on its connection."""
+        """Why the caller may not add these devices to the `present` ones of its connection; None if it may."""
         name, key = printable(join.labels[0])[:60], caller.key
         answer: Enrolled | Refusal | None = None
         if key:
@@ -89,7 +89,7 @@ class JoinAdmission:
         return found
 
     def may_read_probe(self, caller: Caller, size: int) -> Refusal | None:
-        """Whether a PROBE of this size may be parsed."""
+        """Why a PROBE of this size may not be parsed; None if it may."""
         if caller.of_the_run:
             return None
         may = self._budget(self._probes, caller.key, PROBES, 1) and self._may_move(caller.key, size)
@@ -116,19 +116,19 @@ class JoinAdmission:
         return budgets[key].take(amount, now_s)
 
     def revoked(self, keys: Iterable[str]) -> set[str]:
-        """Those of these keys that have been revoked."""
+        """The keys, among these, that have been revoked."""
         if self._access is None:
             return set()
         return {device.key for device in self._read().enrolled if device.revoked_s is not None}.intersection(keys)
 
     def left(self, keys: Iterable[str]) -> None:
-        """Devices with these keys were connected until now."""
+        """Note that devices with these keys were connected until now."""
         for key in keys:
             if key and key not in self._admission.trusted:
                 self._seen[key] = self._now_s(), self._seen.get(key, (0.0, ""))[1]
 
     def write(self) -> None:
-        """Write who was connected; called now and then."""
+        """Write which keys were connected; called with each heartbeat."""
         if self._seen and self._access is not None:
             here, self._seen = self._seen, {}
             self._change(lambda access_list: (seen(access_list, here), None))

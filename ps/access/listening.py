@@ -19,9 +19,9 @@ from agent.protocol.wire import PART_BYTES
 from ps.access.admission import ENCRYPTED, LOCAL
 from ps.access.routing_ids import unpredictable
 
-MESSAGES_AHEAD = 16  # that ZeroMQ may hold for a connection that does not read
+MESSAGES_AHEAD = 16  # messages that ZeroMQ may hold for a client that does not read
 FRAME_BYTES = PART_BYTES + 1024  # encryption adds a little
-HANDSHAKE_S = 10.0  # limit, whatever is sent meanwhile; a server this slow is lost to its devices anyway
+HANDSHAKE_S = 10.0  # limit, whatever is sent meanwhile; a server slower than this loses its devices anyway
 BACKLOG = 1024  # of the entrance: connections that arrive while it is busy
 ENROL_PORTS = 20  # ports after the data port; the first free one is for enrolment
 
@@ -41,8 +41,9 @@ def new_router(io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq
         (zmq.ROUTER_MANDATORY, 1),
         (zmq.MAXMSGSIZE, FRAME_BYTES),
         # No limit on unread messages: what a connection may send is limited in bytes (guard.py, allowance.py). At a
-        # limit libzmq stops reading. From one of two connections that chose the same id the ROUTER takes no message, so
-        # it would never read again, not even that the other end has closed: its descriptor would stay open for good.
+        # limit libzmq stops reading. If two connections chose the same id, the ROUTER takes no message from one of
+        # them, so libzmq would never read that one again, nor notice that its client has closed: its descriptor would
+        # stay open for good.
         (zmq.RCVHWM, 0),
         (zmq.SNDHWM, MESSAGES_AHEAD),
         (zmq.BACKLOG, 8192),

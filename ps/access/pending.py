@@ -1,7 +1,7 @@
 """Connections that are not admitted yet: how many, from which address, and for how long. Pure: no sockets, no clock.
 
-When there are too many, each new one displaces the oldest one of the address that has the most. So silent connections
-never keep others out: a device that speaks promptly gets in.
+Beyond a limit, each new connection displaces the oldest of its own address (limit per address) or of the address with
+the most (limit in total). So silent connections never keep others out: a device that speaks promptly gets in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Limits:
     most: int  # at the same time
     per_address: int
-    seconds: float  # until it is admitted or cut
+    seconds: float  # until a connection is admitted or cut
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class PendingConnections:
         return list(self._here)
 
     def came(self, who: int, address: str, now_s: float, spare: int = 0) -> list[int]:
-        """Add a connection. Returns those that it displaces. `spare`: allowed beyond the limits."""
+        """Add a connection, and return those that it displaces. `spare`: connections allowed beyond the limits."""
         self.gone(who)
         self._here[who] = _Pending(address, now_s + self.limits.seconds)
         self._from[address] += 1
@@ -56,13 +56,13 @@ class PendingConnections:
         return [oldest]
 
     def heard(self, who: int, now_s: float) -> None:
-        """Restart its time."""
+        """Restart the connection's time limit."""
         if (pending := self._here.get(who)) is not None:
             pending.until_s = now_s + self.limits.seconds
             self._here.move_to_end(who)
 
     def gone(self, who: int) -> None:
-        """It was admitted, was cut, or has closed."""
+        """Remove a connection that was admitted, cut or closed."""
         if (pending := self._here.pop(who, None)) is not None:
             self._from[pending.address] -= 1
             if not self._from[pending.address]:

@@ -29,7 +29,7 @@ from ps.access.pending import Limits, PendingConnections
 
 CARRIED_BYTES = 1 << 14  # each way: a handshake takes 1 KiB, a HELLO less, its answer up to 4
 READ_BYTES = 4096
-AT_ONCE = 256  # accepted before other work gets its turn
+AT_ONCE = 256  # connections accepted before other work gets its turn
 SECONDS = 10.0
 LOCAL = Limits(most=128, per_address=128, seconds=SECONDS)
 REMOTE = Limits(most=64, per_address=16, seconds=SECONDS)
@@ -52,7 +52,7 @@ REMOTE_CALLS = CallRate((64.0, 40.0), (24.0, 10.0))
 class Call:
     outside: socket.socket
     address: str
-    said: bytes = b""  # its first bytes, until its inner socket is open
+    said: bytes = b""  # the client's first bytes, until the call's inner socket is open
     inside: CallerSocket | None = None
     up_left: int = CARRIED_BYTES
     down_left: int = CARRIED_BYTES
@@ -96,7 +96,7 @@ class Relay:
                 poller.register(call.inside.zmq_socket, zmq.POLLIN)
 
     def attend(self, ready: Mapping[Any, int], now_s: float) -> bool:
-        """Relay what has arrived. True if anything had."""
+        """Relay what has arrived. True if there was any work."""
         carried = False
         for descriptor in [d for d in self._calls if d in ready]:
             if (call := self._calls.get(descriptor)) is not None:
@@ -136,7 +136,7 @@ class Relay:
             call.said = call.outside.recv(READ_BYTES)
         except OSError:
             call.said = b""
-        if not call.said:  # it closed without sending anything
+        if not call.said:  # the client closed without sending anything
             self._hang_up(call)
             return
         who = call.outside.fileno()
@@ -146,7 +146,7 @@ class Relay:
             self._hang_up(self._calls[crowded])
 
     def _open_sockets(self, now_s: float) -> None:
-        """In random order if not all can have one now, so that a flooding client cannot arrange to be first."""
+        """Open inner sockets as budgets allow, in random order: a flooding client cannot arrange to be first."""
         for call in random.sample(list(self._waiting.values()), len(self._waiting)):
             of_its_address = self._of_address(call.address, now_s)
             if not _is_there(call.outside):
@@ -197,7 +197,7 @@ class Relay:
 
 
 def _carry(call: Call, inside: CallerSocket, up: bool) -> bool:
-    """False: the call is over. The total fits into the kernel's buffers, so nothing is queued here."""
+    """Relay once; False if the call is over. The total fits into the kernel's buffers, so nothing is queued here."""
     source, target = (call.outside, inside.line) if up else (inside.line, call.outside)
     left = call.up_left if up else call.down_left
     try:
@@ -214,7 +214,7 @@ def _carry(call: Call, inside: CallerSocket, up: bool) -> bool:
 
 
 def _is_there(outside: socket.socket) -> bool:
-    """False if it was closed or reset meanwhile."""
+    """False if the client has closed or reset the connection."""
     try:
         return bool(outside.recv(1, socket.MSG_PEEK))
     except BlockingIOError:

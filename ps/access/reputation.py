@@ -1,9 +1,9 @@
-"""What is known of a device from earlier runs: bans, refusals, slowness, blocks delivered. Pure: no files, no clock.
+"""What is known about a device from earlier runs: bans, refusals, slowness, blocks delivered. Pure: no files, no clock.
 
 A standing belongs to an identity: the key of an encrypted connection, or the secret by which a device on a plain
-connection is recognised (stored as a hash). A device on a plain connection without a secret has none: it starts afresh
-with each connection. Everything expires, and the server's owner can forgive. `ps/access/standings.py` keeps the table
-and calls these functions.
+connection is recognised (stored as a hash). A device on a plain connection without a secret has no standing: it
+starts afresh with each connection. Everything expires, and the server's owner can forgive. `ps/access/standings.py`
+keeps the table and calls these functions.
 
 Times are seconds since 1970.
 """
@@ -19,7 +19,7 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 WRONG_S = 7 * DAY_S
 # A device that fails blocks is short of memory or broken at the moment; its next run may go better.
 FAILED_S = HOUR_S
-MOST_BAN_S = 30 * DAY_S  # a ban within MEMORY_S of an earlier one lasts twice as long, up to this
+MOST_BAN_S = 30 * DAY_S  # each earlier ban doubles the next one, up to this, until the standing is forgotten (MEMORY_S)
 MEMORY_S = 30 * DAY_S  # a standing is forgotten this long after its last change
 SLOW_S = DAY_S  # how long a device is assumed to be as slow as it was: heat and a bad network pass
 SLOWER = 1.25  # smaller factors are ignored; the same value as in ps/scheduling/slowness.py
@@ -31,14 +31,14 @@ MOST = 4096  # standings kept; the oldest without a ban are dropped first
 @dataclass(frozen=True, slots=True)
 class Standing:
     identity: str
-    name: str  # the name it used last
+    name: str  # the device's latest name
     seen_s: float
     blocks: int = 0  # delivered and found correct
-    refused: int = 0  # blocks it failed to compute
+    refused: int = 0  # blocks that the device failed to compute
     bans: int = 0
     banned_until_s: float = 0.0
     why: str = ""  # reason of the latest ban
-    slowness: float = 1.0  # factor by which it is slower than its profile
+    slowness: float = 1.0  # factor by which the device is slower than its profile
     slow_s: float = 0.0  # when that was found
     forgiven_s: float = 0.0  # when the server's owner last lifted a ban
 
@@ -71,11 +71,11 @@ def secret_identity(secret: str) -> str:
 
 
 def banned(standing: Standing, why: str, now_s: float, wrong: bool) -> Standing:
-    """Ban it from now on, for longer if it was banned before."""
+    """Ban the device from now on, for longer if it was banned before."""
     earlier = standing.bans if now_s < standing.seen_s + MEMORY_S else 0
     lasts_s = min(MOST_BAN_S, (WRONG_S if wrong else FAILED_S) * 2.0 ** min(earlier, 10))
     until_s = max(standing.banned_until_s, now_s + lasts_s)
-    # blocks delivered before prove nothing any more
+    # blocks delivered before the ban prove nothing any more
     return replace(standing, seen_s=now_s, bans=earlier + 1, banned_until_s=until_s, why=why, blocks=0)
 
 
@@ -85,7 +85,7 @@ def stayed(standing: Standing, stay: Stay, now_s: float) -> Standing:
     if stay.slowness > SLOWER:
         slowness, slow_s = min(MOST_SLOW, known * stay.slowness), now_s
     elif stay.blocks:
-        slowness = known**0.5 if known**0.5 > SLOWER else 1.0  # it kept up with what was expected of it
+        slowness = known**0.5 if known**0.5 > SLOWER else 1.0  # the device kept up with its corrected profile
     return replace(
         standing,
         seen_s=now_s,
@@ -97,17 +97,17 @@ def stayed(standing: Standing, stay: Stay, now_s: float) -> Standing:
 
 
 def forgiven(standing: Standing, now_s: float) -> Standing:
-    """Lift its ban; the next ban counts as its first."""
+    """Lift the ban; the next ban counts as the first."""
     return replace(standing, banned_until_s=0.0, bans=0, why="", refused=0, slowness=1.0, forgiven_s=now_s)
 
 
 def kept(standings: Iterable[Standing], now_s: float, most: int = MOST) -> tuple[Standing, ...]:
-    """Standings worth keeping, the latest last: none that expired, and at most `most`; bans are dropped last."""
+    """Standings that have not expired, at most `most`. The oldest without a ban come first and are dropped first."""
     alive = [s for s in standings if s.banned(now_s) or now_s < s.seen_s + MEMORY_S]
     alive.sort(key=lambda s: (s.banned(now_s), s.seen_s))
     return tuple(alive[max(0, len(alive) - most) :])
 
 
 def merged(standings: Iterable[Standing], news: Mapping[str, Standing], now_s: float) -> tuple[Standing, ...]:
-    """The table, with these replacing older standings of the same identity."""
+    """The table, with `news` replacing older standings of the same identities."""
     return kept([*(s for s in standings if s.identity not in news), *news.values()], now_s)

@@ -33,7 +33,7 @@ class Standings:
         """Without an access file, everything is forgotten when the run ends."""
         self._access, self._say, self._now_s = access, say, now_s
         self._news: dict[str, Standing] = {}  # changed in this run
-        self._unwritten: dict[str, Standing] = {}  # of these, what is written with the next heartbeat
+        self._unwritten: dict[str, Standing] = {}  # the part of `_news` to write with the next heartbeat
         self._table: tuple[Standing, ...] = ()  # from the file, as last read
         self._barred: dict[str, str] = {}  # labels of emulated devices -> reason
         self._said = False
@@ -47,7 +47,7 @@ class Standings:
         return secret_identity(about.get("device", "")) or f"{CONNECTION}{connection.hex()}"
 
     def may_join(self, identity: str) -> Refusal | None:
-        """Why it may not join, and until when; None if it may."""
+        """Why the device may not join, and until when; None if it may."""
         found, now_s = self._find(identity), self._now_s()
         if found is None or not found.banned(now_s):
             return None
@@ -55,12 +55,12 @@ class Standings:
         return Refusal(f"this device is suspended for another {format_duration(left_s)}: {found.why}", left_s)
 
     def proven(self, identity: str) -> bool:
-        """Whether it has delivered enough correct blocks not to start as a newcomer."""
+        """Whether the device has delivered enough correct blocks not to start as a newcomer."""
         found = self._find(identity)
         return found is not None and found.proven(self._now_s())
 
     def corrected(self, identity: str, profiles: NDArray[np.void]) -> NDArray[np.void]:
-        """Its claimed profile, slowed down by the factor seen recently."""
+        """The device's claimed profile, slowed down by the factor seen recently."""
         found = self._find(identity)
         factor = 1.0 if found is None else found.factor(self._now_s())
         if factor == 1.0:
@@ -71,14 +71,14 @@ class Standings:
         return profiles
 
     def suspended(self, identity: str, name: str, why: str, wrong: bool) -> Refusal:
-        """Ban a device, and return what it is told."""
+        """Ban a device, and return the refusal to send it."""
         self._put(banned(self._of(identity, name), why, self._now_s(), wrong), durable=True)
         refusal = self.may_join(identity)
         assert refusal is not None, "it was banned a moment ago"
         return refusal
 
     def left(self, identity: str, name: str, stay: Stay) -> None:
-        """A stay has ended."""
+        """Record a stay that has ended."""
         if stay != Stay():
             self._put(stayed(self._of(identity, name), stay, self._now_s()), durable=False)
 
@@ -94,7 +94,7 @@ class Standings:
         return self._barred[label]
 
     def retry(self) -> None:
-        """Write what is new, and what could not be written before; called now and then."""
+        """Write new changes, and those that could not be written before; called with each heartbeat."""
         self._write(durable=False)
         if self._access is not None:
             try:
