@@ -290,7 +290,7 @@ def _settled(steps: list[Step]) -> list[float]:
 
 
 def _compare(summary: Summary, trained: Trained) -> None:
-    """Compare with plain PyTorch, and check that devices did all FLOPs. With shapes only there is no loss to compare."""
+    """Compare with plain PyTorch, and check that devices did all FLOPs. With shapes only there is no loss."""
     if trained.stopped:
         summary.verdict = "FAILED"
         summary.reasons.insert(0, trained.stopped)
