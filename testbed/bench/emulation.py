@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--twins", nargs="*", choices=TOGETHER, default=list(TOGETHER))
     options = parser.parse_args()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy and SciPy are imported: small matrices
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for small matrices; read when NumPy and SciPy are imported
     from testbed.twins.quota import served_first
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # agents and control groups are removed in any case

@@ -56,7 +56,7 @@ class Summary:
     first_step_s: float
     products_per_step: int
     flops_done: int  # by devices
-    flops_reference: int  # counted in the plain PyTorch run
+    flops_reference: int  # counted in the plain PyTorch run; with shapes only, in the captured graph
     blocks: int
     devices_used: int
     bytes_down: int  # to devices, each slab charged to every device that needs it
@@ -65,7 +65,7 @@ class Summary:
     lost_devices: int
     real_devices: dict[str, int]  # every real device that joined: name -> blocks returned; see ps/transport/roster.py
     basis: dict[str, int]  # provenance of the emulated devices' figures
-    links: str  # modelled or by the kernel, and which effects the kernel leaves out
+    links: str  # modelled or shaped by the kernel, and which effects user space provides instead
     training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
     fidelity: dict[str, Any]
     verdict: str
