@@ -34,7 +34,7 @@ class Inside:
     """What a container measures where it runs (`emulator.containers.inside`)."""
 
     core_flops: float
-    clock_offset_ns: int  # add to the monotonic clock there to get ours
+    clock_offset_ns: int  # add to the monotonic clock there to get this machine's
 
 
 class ContainerHost:
