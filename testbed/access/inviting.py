@@ -20,7 +20,7 @@ from ps.access.access_list import TOKEN_BYTES, AccessList, invite
 from testbed.access.releases import trusted_signer
 from testbed.access.signing import read_signer
 
-OWN_ADDRESSES = 3  # of this machine in a link: a QR code must stay small enough to be read
+OWN_ADDRESSES = 3  # most addresses of this machine in a link: a QR code must stay small enough to scan
 EVERYWHERE = ("0.0.0.0", "[::]", "*")
 
 
@@ -40,7 +40,7 @@ class Invited:
 
 
 def qr_code(text: str) -> str:
-    """For a terminal, two rows of squares per line."""
+    """QR code for a terminal, two rows of squares per line."""
     out = io.StringIO()
     segno.make(text, error="l", micro=False).terminal(out, compact=True, border=2)
     return out.getvalue()
@@ -70,7 +70,7 @@ def new_invitation(
 
 
 def reachable(access_list: AccessList, given: Sequence[str]) -> list[str]:
-    """Addresses where a device may find the server: as given, or where one listens now."""
+    """Addresses where a device may find the server: those given, or those where a server listens now."""
     ports = [address.rpartition(":")[2] for address in access_list.listening]
     if given:
         addresses = [_with_port(address, ports) for address in given]

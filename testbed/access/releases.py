@@ -1,6 +1,6 @@
-"""The server's releases of the agent, in its state folder: the signer that phones shall trust (`signer.pub`, a public
-key), and the signed bundle that it hands out (`release/`). Without a signer, phones get a build of this checkout when
-they are installed, and no updates. The signing key itself must not be here.
+"""The server's releases of the agent, in its state folder: the signer that phones trust (`signer.pub`, a public key),
+and the signed bundle that the server hands out (`release/`). Without a signer, phones install a build of this checkout
+and get no updates. The signing key itself must not be here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def trust(state: Path, signer: str) -> None:
 
 
 def handed_out(state: Path) -> HandedOut:
-    """UserError if the published release is not by the signer trusted now, or was changed since."""
+    """UserError if the published release is not by the currently trusted signer, or has been changed."""
     path = state / RELEASE_FOLDER / NAME
     if not path.exists():
         return HandedOut(build(), None)

@@ -1,8 +1,8 @@
 """The signing half of Ed25519 (RFC 8032 section 5.1.6) and the release keys on disk, for `cleave release`.
 
 Pure Python, next to the verification that phones need anyway, so signing adds no dependency. It is *not* constant time:
-sign on a machine of your own, where no one else can measure how long it takes. The key belongs there, never on the
-server, which hands out what was signed.
+sign on your own machine, where others cannot measure how long it takes. The key belongs there, never on the server,
+which hands out what was signed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sign_bundle(key: SigningKey, bundle: bytes, number: int) -> Release:
     return replace(unsigned, signature=key_text(key.sign(unsigned.text)))
 
 
-# ---- on disk: the key, readable by its owner only, and next to it the public half, to hand on
+# ---- on disk: the key, readable by its owner only, and the public half next to it, for distribution
 
 
 def make_key(path: Path) -> SigningKey:

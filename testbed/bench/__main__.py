@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def _measure_again(seconds: dict[str, float], repeats: int) -> None:
-    """Keep the better of the earlier measurement and another one of each work."""
+    """Measure each work again, and keep the better figure."""
     for work in (W1, W2):
         seconds[work.name] = min(seconds.get(work.name, 1e9), data_plane(work, repeats)["ours_s"])
     for count in ROUNDS:
@@ -145,7 +145,7 @@ def one_round(work: Work, devices: int, repeats: int) -> float:
 
 
 def data_plane(work: Work, repeats: int) -> dict[str, Any]:
-    """Ours and raw ZeroMQ in turn, then NumPy."""
+    """The testbed and raw ZeroMQ in turn, then NumPy."""
     a, b = work.operands()
     plan = ours.plan_over(work, 2)
     mine: list[float] = []

@@ -12,8 +12,8 @@ from testbed.runs.display import Display
 from testbed.runs.run import run
 from testbed.runs.scenario import load_scenario
 
-STEPS = 2  # the first one is not counted
-FEW_LEND = "0.04"  # of its line, per household, with a hundred devices: a step would otherwise take over a minute
+STEPS = 2  # the first does not count
+FEW_LEND = "0.04"  # share of its line that each of 100 devices lends: a step would otherwise take over a minute
 CLOCKS: dict[str, dict[str, str]] = {
     "wall": {},
     "scaled": {"clock.kind": "scaled", "clock.scale": "4"},
@@ -22,7 +22,7 @@ CLOCKS: dict[str, dict[str, str]] = {
 
 
 def measure() -> dict[str, Any]:
-    """With 1,000 devices all three; with 100, each of which lends more, the two whose speed is compared."""
+    """All three clocks with 1,000 devices; with 100, each lending more, the two clocks whose speed is compared."""
     told: dict[str, Any] = {name: _run(1000, name) for name in CLOCKS}
     told["100 devices"] = {name: _run(100, name) for name in ("wall", "virtual")}
     modelled_s = told["virtual"]["step_s"]

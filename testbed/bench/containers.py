@@ -1,9 +1,9 @@
 """Whether one-device containers keep their model's time. `python -m testbed.bench.containers`, next to a Docker engine.
 
-A device of a given GFLOP/s behind a line that the kernel shapes, one block after the other. Twice: under its quota
-alone, where nothing is modelled and a block takes what its bytes take on the line and its arithmetic under the quota
-(real throttling); and as in a run, where the pod also holds an answer until it is due by the model. The quota is the
-same. Blocks are large: a small one is over before a quota, which is counted in periods of 10 to 20 ms, takes effect.
+A device of a given GFLOP/s behind a line that the kernel shapes computes one block after the other, in two ways. Under
+its quota alone, nothing is modelled: a block takes the time of its bytes on the line and of its arithmetic under the
+quota (real throttling). As in a run, the pod also holds an answer until it is due by the model. The quota is the same.
+Blocks are large: a small block ends before a quota, which is counted in periods of 10 to 20 ms, takes effect.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from testbed.runs.scenario import Launch
 GFLOPS = (5.0, 10.0, 20.0, 40.0)
 DOWN_BPS, UP_BPS = 400e6, 200e6
 OVERHEAD_S = 1e-4
-BLOCKS, UNCOUNTED, BLOCK_S = 8, 1, 0.5  # the first one pays for pages that later ones find allocated
+BLOCKS, UNCOUNTED, BLOCK_S = 8, 1, 0.5  # the first block allocates pages that later blocks reuse
 GOAL = 0.1  # deviation from the model's time, either way
 WAYS = {"quota alone": True, "and waiting": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of blocks one at a time, relative to the model."""
+    """Times of blocks, one at a time, relative to the model."""
 
     share: float
     block_s: float  # by the model

@@ -23,7 +23,7 @@ from testbed.launch.processes import Pods
 # 4 KiB down and 4 KiB up per block, as in the project's platform notes
 SIDE, INNER, BLOCKS_PER_MESSAGE = 32, 16, 10
 HEARTBEAT_S = 0.5
-RELEASED_AFTER = 600  # messages: three seconds, by which time the answers are back
+RELEASED_AFTER = 600  # messages: three seconds, by when the answers have arrived
 
 
 def measure(devices: int = 4000, blocks_per_s: int = 2000, lasting_s: float = 2.0, passes: int = 6) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def measure(devices: int = 4000, blocks_per_s: int = 2000, lasting_s: float = 2.
 
 
 def _welcome(router: zmq.Socket[bytes], devices: int) -> dict[bytes, int]:
-    """Wait until all have joined: connection -> number of its devices."""
+    """Wait until all devices have joined: connection -> number of its devices."""
     peers: dict[bytes, int] = {}
     while sum(peers.values()) < devices:
         if not router.poll(int(LIMIT_S * 1000)):
@@ -74,7 +74,7 @@ def _welcome(router: zmq.Socket[bytes], devices: int) -> dict[bytes, int]:
 def _one_pass(
     router: zmq.Socket[bytes], peers: dict[bytes, int], turn: int, blocks: int, lasting_s: float
 ) -> NDArray[np.float64]:
-    """Lateness of every answer, in seconds; a negative one arrived early."""
+    """Lateness of every answer, in seconds; negative if it arrived early."""
     rng = np.random.default_rng(blocks)
     moments = np.sort(rng.uniform(0.0, lasting_s, blocks // BLOCKS_PER_MESSAGE)).tolist()
     identities = list(peers)
@@ -107,7 +107,7 @@ def _one_pass(
 
 
 def _work(job: int, device: NDArray[np.int64]) -> Work:
-    """Blocks that share their right operand; each message also releases an old one's operands."""
+    """Blocks that share their right operand; each message also releases the operands of an old message."""
     pieces = np.zeros(2, PIECE)
     pieces["piece"] = (2 * job, 2 * job + 1)
     pieces["batch"], pieces["outer"], pieces["inner"] = 1, (SIDE * len(device), SIDE), INNER

@@ -1,7 +1,7 @@
 """Cost of encryption: bytes per second through the server's own socket, and a training step of a fleet behind links.
 
 Both ends share this machine's cores, so each byte is encrypted and decrypted here; a real server does only one of the
-two. Passes alternate between plain and encrypted, and the best counts.
+two. Passes alternate between plain and encrypted, and the best pass counts.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def step(steps: int) -> dict[str, Any]:
             for kind, (model, forward) in calls.items():
                 (done,) = train(model, forward, data[at : at + 1], seed=0, learning_rate=1e-3, weight_decay=0.01)
                 losses[kind].append(done.loss)
-                if at:  # the first one makes the plans
+                if at:  # the first step makes the plans
                     seconds[kind].append(done.seconds)
     best = {kind: min(values) for kind, values in seconds.items()}
     return {

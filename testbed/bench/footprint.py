@@ -1,9 +1,9 @@
-"""What an agent takes from its device: seconds from its start until it has joined, and resident memory.
+"""What an agent costs its device: seconds from its start until it has joined, and resident memory.
 
     python -m testbed.bench.footprint
 
-A first start also measures the device, a few seconds; it is reported separately. Times are those of a process on this
-machine.
+The first start also measures the device, for a few seconds, and is reported separately. Times are those of a process on
+this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def start(server: Server, folder: str, kernel: str | None) -> tuple[float, float]:
-    """Seconds until it has joined, and MiB of resident memory then."""
+    """Seconds until the agent has joined, and MiB of resident memory then."""
     command = [sys.executable, "-m", "agent", "--ps", server.address, *(["--kernel", kernel] if kernel else [])]
     environment = os.environ | {"CLEAVE_AGENT_STATE": folder, "CLEAVE_RULES": os.devnull}
     there = len(server.labels)

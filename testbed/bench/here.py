@@ -23,7 +23,7 @@ from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 
 GPT2 = "gpt2-tiny"  # not one of the models that scenarios can name
-MOST_BLOCKS = 2048  # per product, or small ones would dominate
+MOST_BLOCKS = 2048  # per product, or small blocks would dominate
 
 
 class Here:
@@ -65,11 +65,11 @@ def _gpt2() -> Any:
 
 
 class _Captured:
-    """A model whose products go through `compute`. Capturing takes seconds, so one is reused for many trainings."""
+    """A model whose products go through `compute`. Capturing takes seconds, so one capture serves many trainings."""
 
     def __init__(self, name: str) -> None:
         self.config = _gpt2() if name == GPT2 else model_config(name)
-        if not name.endswith("tiny"):  # two layers, and bytes as the vocabulary
+        if not name.endswith("tiny"):  # reduce to two layers, with bytes as the vocabulary
             self.config.num_hidden_layers, self.config.vocab_size = 2, 256
         self.model = build_model(self.config)
         self.compute: Callable[[Product], None] = plainly

@@ -2,9 +2,9 @@
 
 Trainings of OPT and Llama with learning rates from 1e-4 to 10, some of which diverge, and with initial weights that are
 too wide; inner lengths up to 131,072 from the weight gradients of a large batch. Products are also scaled, whole or row
-by row, until values are subnormal, vanish or overflow. Some have rows, columns or values that repeat, and some
+by row, until values are subnormal, vanish or overflow. Some products have repeated rows, columns or values, and some
 trainings start with matrices of one number: then many cells share one error. Kernels: NumPy and ONNX Runtime, whole or
-in chunks, terms one after the other, and NumPy on a processor that flushes subnormal numbers to zero.
+in chunks, terms summed one by one, and NumPy on a processor that flushes subnormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ps.verification.verifier import Verifier
 from testbed.bench.here import GPT2, Enough, Training, cells_of, plainly, random_boxes
 
 DEVICES = 100
-STEPS = 12  # then the same from another seed
-LEAST_BLOCKS = 256  # of most products; others have any number
+STEPS = 12  # per seed; then the next seed
+LEAST_BLOCKS = 256  # per product, for most products; the others have any number
 LONG, LONG_CELLS, LONG_TIMES = 131_072, 24, 4
 SCALED_SHARE = 0.2  # of the products
-REPEATED_SHARE = 0.05  # of the products, once more with operands that repeat
-BLOCK_BY_BLOCK = 0.05  # of the products: the kernel is called for every block; else for every column of blocks
+REPEATED_SHARE = 0.05  # of the products, computed again with repeated operands
+BLOCK_BY_BLOCK = 0.05  # share of products with one kernel call per block; else one per column of blocks
 TRAININGS = (
     *(Training(model, rate) for rate in (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0) for model in ("opt-tiny", "llama-tiny")),
     *(Training(model, 1e-3, wide=wide) for wide in (1e-4, 30.0) for model in ("opt-tiny", "llama-tiny")),
@@ -43,7 +43,7 @@ TRAININGS = (
 
 
 class Serial:
-    """Terms one after the other: the worst order that counts as honest."""
+    """Terms summed one by one: the worst order that counts as honest."""
 
     name = "serial"
 
@@ -55,7 +55,7 @@ class Serial:
 
 
 class Flushing:
-    """NumPy on a processor that takes subnormal numbers for zero, and returns zero instead of them."""
+    """NumPy on a processor that treats subnormal numbers as zero, in its input and its output."""
 
     name = "flushing"
 
@@ -78,7 +78,7 @@ def all_kernels(say: Callable[[str], None] = lambda text: None) -> list[Kernel]:
 
 @dataclass
 class Honest:
-    """Computes products in blocks and counts what the check says about them."""
+    """Computes products in blocks and counts the verdicts of the check."""
 
     kernels: list[Kernel]
     limit: int
@@ -87,12 +87,12 @@ class Honest:
     products: int = 0
     special: int = 0  # blocks of products with values that are not finite, or may overflow
     tiny: int = 0  # blocks of products in which flushing to zero matters
-    repeated: int = 0  # blocks of products with operands that repeat
-    suspicious: int = 0  # products at a glance; all are sketched here, not one in ten
+    repeated: int = 0  # blocks of products with repeated operands
+    suspicious: int = 0  # products that the quick glance suspects; here all products are sketched, not one in ten
     accused: int = 0  # blocks called wrong
     doubted: int = 0  # products in which the check doubted itself
-    examined: int = 0  # devices of which cells were computed again
-    loudest: float = 0.0  # energy of a block, as a multiple of the level of honest rounding, with 16 patches or more
+    examined: int = 0  # devices whose cells were recomputed
+    loudest: float = 0.0  # largest energy of a block of at least 16 patches, in multiples of honest rounding's level
     check_s: float = 0.0
     by_kernel: Counter[str] = field(default_factory=Counter)
     inner: Counter[int] = field(default_factory=Counter)
@@ -112,7 +112,7 @@ class Honest:
             raise Enough
 
     def lengthen(self, product: Product) -> None:
-        """Weight gradients of several batches as one of a long batch: few rows and columns of each."""
+        """Join a few rows and columns of several batches' weight gradients into that of one long batch."""
         plainly(product)
         left, right = product.left.array, product.right.array
         if left.shape[0] > 1 or left.shape[2] < 4096:
@@ -127,7 +127,7 @@ class Honest:
             kept.clear()
 
     def look(self, left: Array, right: Array) -> int:
-        """All blocks of this product, by kernels at random, and the check. Their number."""
+        """Compute all blocks of this product with random kernels, and check them. Returns the number of blocks."""
         out = np.full((left.shape[0], left.shape[1], right.shape[1]), np.nan, np.float32)
         boxes = random_boxes(out.shape, self.rng, least=LEAST_BLOCKS if self.rng.random() < 0.8 else 1)
         whole = self.rng.random() >= BLOCK_BY_BLOCK or left.shape[2] > 4096
@@ -174,7 +174,7 @@ class Honest:
         self.by_kernel[kernel.name] += 1
 
     def _scaled(self, left: Array, right: Array) -> tuple[Array, Array]:
-        """So that something vanishes or overflows: the whole operand, or each of its rows by another factor."""
+        """Scale so that values vanish or overflow: the whole operand, or each of its rows by its own factor."""
         with np.errstate(all="ignore"):
             return self._scale(left), self._scale(right)
 
@@ -186,7 +186,7 @@ class Honest:
         return scaled
 
     def _repeating(self, array: Array) -> Array:
-        """The same, one row for all, one number in each row, one number for all, or one number up and down."""
+        """The array itself, or repeats of one row, one number per row, one number, or one number and its negative."""
         one = array[:, :1, :1] if array[:, :1, :1].any() else np.full_like(array[:, :1, :1], 0.3)
         match int(self.rng.integers(5)):
             case 0:
@@ -203,7 +203,7 @@ class Honest:
 
 
 def _columns(boxes: Any, shape: tuple[int, ...]) -> list[list[int]]:
-    """One box for all that share columns and batches: kernels are called less often."""
+    """One box for all boxes that share columns and batches, to call kernels less often."""
     kinds = np.unique(boxes[:, [0, 1, 4, 5]], axis=0).tolist()
     return [[b, bs, 0, shape[1], c, cs] for b, bs, c, cs in kinds]
 

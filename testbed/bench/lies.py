@@ -1,10 +1,10 @@
-"""Detection of wrong answers, and the effect of those that are not detected.
+"""Detection of wrong answers, and the effect of undetected ones.
 
-Trainings in which some devices lie about every block, about one block in a hundred, or only about long sums. A wrong
-block that is found is corrected, and its device lies no more; what is not found stays. The attacker knows the code:
-several lies are multiples of the level that the check allows. The effect is the largest difference of a loss within 20
-steps from the training with exact products. Honest devices have an effect too, by the order of their additions; it is
-measured for comparison.
+Trainings in which some devices lie about every block, about one block in a hundred, or only about long sums. A detected
+wrong block is corrected, and its device is suspended; an undetected one stays. The attacker knows the code: several
+lies are multiples of the level that the check allows. The effect is the largest difference, within 20 steps, between
+the loss and that of a training with exact products. Honest devices have an effect too, through the order of their
+additions; it is measured for comparison.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from testbed.bench.here import GPT2, Enough, Training, cells_of, random_boxes
 DEVICES = 100
 STEPS = 20
 FOUND_WITHIN = 2  # steps
-EFFECT = 1e-5  # a lie that is not found must have less effect
-# model, seed, liars, which lies: all where losses move little, and the worst where they move most
+EFFECT = 1e-5  # an undetected lie must have less effect
+# model, seed, liars, which lies: all lies where losses move little, the worst lies where losses move most
 CAMPAIGNS = (("llama-tiny", 1, (1, 5, 25), ""), *((GPT2, seed, (25,), "to zero of a block") for seed in (1, 2, 3, 4)))
 FEWEST_BLOCKS, MOST_BLOCKS = 100, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a liar knows of a block."""
+    """What a liar knows about a block."""
 
     left: Array  # [b, m, n]
     right: Array  # [b, q, n]
@@ -71,7 +71,7 @@ def old_tolerance(share: float, how: str) -> Lie:
 
 
 def level(times: float, how: str) -> Lie:
-    """A multiple of the level that the check allows to honest rounding."""
+    """A multiple of the level that the check allows for honest rounding."""
 
     def lie(block: Block) -> Array:
         size = block.size
@@ -98,8 +98,8 @@ def cell_per_row(share: float) -> Lie:
 
 
 def near_zero(times: float, nth: int = 0) -> Lie:
-    """In each block, push the cell nearest zero, or one of the next, by `times` levels against its sign: AdamW turns
-    the sign of a gradient into a step."""
+    """In each block, push the cell nearest zero, or the `nth` next, by `times` levels against its sign: AdamW turns the
+    sign of a gradient into a step."""
 
     def lie(block: Block) -> Array:
         cells, size = block.cells.copy(), block.size
@@ -128,12 +128,12 @@ def rarely(lie: Lie, share: float = 0.01) -> Lie:
 
 
 def in_16_bits(block: Block) -> Array:
-    """Cut to bfloat16."""
+    """Truncate to bfloat16."""
     return (np.ascontiguousarray(block.cells).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 class Replay:
-    """The block of the same shape that this product had before."""
+    """Return this product's previous block of the same shape."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, tuple[int, ...]], Array] = {}
@@ -229,7 +229,7 @@ class Trial:
 
 
 class Reordered:
-    """Honest: the terms of every sum in another order."""
+    """Honest, but sums the terms in another order."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -253,7 +253,7 @@ def run(
     def each(loss: float) -> None:
         losses.append(loss)
         if len(losses) > FOUND_WITHIN and trial.all_found:
-            raise Enough  # nothing more will happen
+            raise Enough  # no liar is left
 
     with contextlib.suppress(Enough):
         training.run(trial.compute, steps, seed, each)
@@ -275,7 +275,7 @@ def run(
 
 
 def holds(result: dict[str, Any]) -> bool:
-    """Found within two steps, or without effect; and no honest device accused."""
+    """Whether all liars were found within two steps or had no effect, and no honest device was accused."""
     early = result["found"] == result["liars"] and result["last_found_step"] <= FOUND_WITHIN
     return not result["honest_accused"] and (early or result["effect"] < EFFECT)
 

@@ -19,7 +19,7 @@ UPS_BPS, RATIOS = (0.5e6, 1e6, 2e6), (2, 5, 10, 20)
 
 
 def fleet(devices: int, seed: int = 0) -> Fleet:
-    """Lines from 2:1 to 20:1, with rates such that fifty at a time do not overload a small host."""
+    """Lines with a ratio down to up of 2:1 to 20:1, slow enough that fifty at a time do not overload a small host."""
     rng = np.random.default_rng(seed)
     lines = zip(rng.choice(UPS_BPS, devices).tolist(), rng.choice(RATIOS, devices).tolist(), strict=True)
     profiles = [Profile(50e9, 1e-4, up * ratio, up, 0.02, 2**30, 4) for up, ratio in lines]
@@ -27,7 +27,7 @@ def fleet(devices: int, seed: int = 0) -> Fleet:
 
 
 def measure() -> dict[str, Any]:
-    """Best of a few set-ups, each read back; then the rates of a sample, all up and down at once."""
+    """Best of a few set-ups, each read back; then the rates of a sample, up and down at once."""
     lines = fleet(DEVICES)
     set_up_s, cleared_s = [], []
     for _ in range(PASSES):

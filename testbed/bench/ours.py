@@ -1,7 +1,7 @@
-"""Our side of the benchmark: the work through the real server, real agents and real pods.
+"""The testbed's side of the benchmark: the work through the real server, real agents and real pods.
 
-From the submitted product to the assembled result, over loopback sockets. The plan is given (the work fixes the
-blocks); everything else is as in a training step.
+From the submitted product to the assembled result, over loopback sockets. The work fixes the blocks, so the plan is
+given; everything else is as in a training step.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def multiply(server: Server, work: Work, a: Matrix, b: Matrix, plan: Plan) -> tu
 
 
 def best(server: Server, work: Work, devices: int, repeats: int) -> float:
-    """Best of several passes, in seconds; the result of the last one is checked."""
+    """Best of several passes, in seconds; the last result is checked."""
     a, b = work.operands()
     plan = plan_over(work, devices)
     seconds = []

@@ -1,6 +1,6 @@
-"""Planning time: tilings of `cleave plan`, plans of the running system, and a plan after a lost device.
+"""Planning time: tilings of `cleave plan`, plans of the running system, and a plan after the loss of a device.
 
-Medians: a busy moment of the machine affects some of the passes, not most.
+Figures are medians: a busy moment of the machine affects some of the passes, not most.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _tile_s(fleet: str, count: int, shape: Shape, passes: int) -> float:
 
 
 def _plan_s(fleet: str, count: int, shape: Shape, passes: int) -> tuple[float, float]:
-    """Seconds of a new plan of the running system; and of adapting it after one of its devices was lost."""
+    """Seconds to make a new plan as the running system does, and to adapt it after the loss of one device."""
     profiles, able, request = uniform_fleet(fleet, count, seed=0), np.arange(count), Request(shape)
     (plan,) = Planner().plan([request], profiles, able)
     lost = plan.device[[len(plan.device) // 2]]

@@ -1,4 +1,4 @@
-"""Verification: are honest blocks accused (testbed/bench/honest.py), and are lies found (testbed/bench/lies.py)?"""
+"""Verification: is an honest block accused (testbed/bench/honest.py), and are lies found (testbed/bench/lies.py)?"""
 
 from __future__ import annotations
 

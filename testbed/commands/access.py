@@ -1,4 +1,4 @@
-"""`cleave invite`, `cleave invitations`, `cleave devices`: who may join from elsewhere."""
+"""`cleave invite`, `cleave invitations`, `cleave devices`: admission of devices from elsewhere."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def revoke_device(
     print(f"revoked: {gone.name}, key {fingerprint(gone.key)}")
     came_with = access.find_invitation(file.read(), gone.invitation)
     if came_with is None or came_with.state(time.time()) not in ("open", "closed"):
-        return  # no device can join with it anyway
+        return  # no device can join with this invitation anyway
     if with_invitation is None and sys.stdin.isatty():
         with_invitation = typer.confirm(f"Withdraw invitation {came_with.id}, with which it came?", default=True)
     if with_invitation:

@@ -506,7 +506,7 @@ def link(
 
 
 def _one_thread() -> None:
-    """Small matrices: threads would only slow each other down. Read when NumPy and SciPy are first imported."""
+    """Small matrices: threads would only slow each other down. NumPy and SciPy read the variable when imported."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

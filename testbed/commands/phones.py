@@ -1,4 +1,4 @@
-"""`cleave phones`: invite phones with one pasted command, or deploy to those on adb."""
+"""`cleave phones`: invite phones with one pasted command, or deploy to phones on adb."""
 
 from __future__ import annotations
 

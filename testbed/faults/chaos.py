@@ -1,9 +1,9 @@
 """Deterministic chaos: `python -m testbed.faults.chaos --seconds 60 --seed 0`, or `make chaos`.
 
-Small worlds in virtual time, one after another, each made from a seed and full of faults. Half of the time the real
-dispatcher and planner run in them (testbed/faults/chaos_world.py), the other half the whole server, turn by turn of its
-own loop (testbed/faults/loop_world.py). After every event or turn all promises are checked. A world that breaks one is
-shrunk to the fewest and simplest operations that break it in the same way, and printed as a test to paste.
+Small worlds in virtual time, one after another, each made from a seed and full of faults. Half of the time a world runs
+the real dispatcher and planner (testbed/faults/chaos_world.py), the other half the whole server, turn by turn of its
+own loop (testbed/faults/loop_world.py). After every event or turn all promises are checked. A world that breaks a
+promise is shrunk to the fewest and simplest operations that still break it, and printed as a test to paste.
 
 Exit code 0: nothing broke. 1: something did. 2: an option is wrong.
 """
@@ -28,7 +28,7 @@ from testbed.faults.loop_world import LoopWorld, replay_loop
 __all__ = ["DISPATCHER", "LOOP", "Failure", "Kind", "Tally", "as_test", "failure_of", "generate", "generate_loop"]
 __all__ += ["live_one", "replay", "replay_loop", "shrink"]
 
-MOST_TRIES = 3000  # worlds executed to shrink one
+MOST_TRIES = 3000  # worlds executed to shrink one failure
 MOST_PAIRED = 24  # most operations for which pairs are tried
 PROGRESS_S = 1.0
 PROGRESS_IN_A_FILE_S = 10.0
@@ -51,7 +51,7 @@ class Living(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of worlds."""
+    """A kind of world."""
 
     name: str
     world: Callable[[Sequence[Operation]], Living]
@@ -74,7 +74,7 @@ class Failure:
 @dataclass(slots=True)
 class Tally:
     worlds: int = 0
-    seconds: float = 0.0  # spent in them
+    seconds: float = 0.0  # spent in these worlds
     events: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
@@ -113,7 +113,7 @@ def shrink(
     operations: Sequence[Operation], failure: Failure, most_tries: int = MOST_TRIES, kind: Kind = DISPATCHER
 ) -> list[Operation]:
     """The fewest and simplest operations found that fail in the same way: drop chunks first, then single operations,
-    then simplify what is left; repeat until nothing changes."""
+    then simplify the remaining ones; repeat until nothing changes."""
     tries = 0
 
     def fails(candidate: list[Operation]) -> bool:
@@ -150,7 +150,7 @@ def _dropped(operations: list[Operation], fails: Callable[[list[Operation]], boo
 
 
 def _pair_dropped(operations: list[Operation], fails: Callable[[list[Operation]], bool]) -> list[Operation] | None:
-    """Drop two operations, neither of which can go alone, such as a device's join and leave; None if there is no such
+    """Drop two operations that can only go together, such as a device's join and leave; None if there is no such
     pair."""
     if len(operations) > MOST_PAIRED:
         return None
@@ -176,7 +176,7 @@ def _simplified(operations: list[Operation], fails: Callable[[list[Operation]], 
 
 
 def _simpler(operation: Operation) -> Iterator[Operation]:
-    """Each slightly simpler than the operation, so that shrinking terminates."""
+    """Slightly simpler versions of the operation: each step simplifies, so shrinking terminates."""
     kind, first, *rest = operation
     if isinstance(first, list):
         for index, item in enumerate(first):
@@ -212,7 +212,7 @@ def _smaller(item: Any) -> Iterator[Any]:
 
 
 def as_test(operations: Sequence[Operation], failure: Failure, seed: int, kind: Kind = DISPATCHER) -> str:
-    """Ready to paste into tests/; it fails until the cause is fixed."""
+    """A test to paste into tests/; it fails until the cause is fixed."""
     listed = pprint.pformat(list(operations), width=100, compact=True)
     lines = "\n".join(f"        {line}" for line in listed.splitlines())
     story = [f"    # {line}" for line in failure.text[:400].splitlines()]

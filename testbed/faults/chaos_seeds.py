@@ -15,10 +15,10 @@ def generate(seed: int, length: int = 120) -> list[Operation]:
     weights |= {"late": 8, "twice": 8, "lost": 2, "refuse": rng.choice([0, 2, 6])}
     weights |= {"newcomers": rng.choice([0, 2]), "mute": rng.choice([0, 0, 1])}
     weights |= {"stray": 1, "stray refusal": 1, "swap": 4, "overdue": rng.choice([0, 6, 12]), "lie": rng.choice([0, 3])}
-    if rng.random() < 0.25:  # many products on a stable fleet: devices that are always late are detected
+    if rng.random() < 0.25:  # many products on a stable fleet: the dispatcher detects devices that are always late
         weights |= {"submit": 6, "overdue": 10, "slow": 4, "leave": 0, "vanish": 0, "refuse": 0}
     kinds = rng.choices(list(weights), list(weights.values()), k=length)
-    # the same products again and again, as in training: plans are kept, and adapted as devices leave and join
+    # products repeat, as in training: plans are kept, and adapted as devices leave and join
     groups = [[_product(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))] for _ in range(3)]
     planner = rng.choice(["packed", "grid", "grid", "grid"])  # packing takes longest
     begin: list[Operation] = [("planner", planner), ("history", rng.choice([0.0, 0.5, 1.0, 2.0]))]

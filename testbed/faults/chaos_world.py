@@ -1,33 +1,35 @@
 """Worlds for `testbed.faults.chaos`: lists of plain operations, executed one by one (`testbed/faults/chaos_seeds.py`
 makes them).
 
-An operation is valid at any position: devices and blocks are given as numbers modulo those that exist (the k-th of
-them), so that any operation can be left out and the rest is still a world. The world keeps its own books, computes
-every block in integers, and trusts nothing that the dispatcher says.
+An operation is valid at any position: it names devices and blocks by number, modulo how many exist (k is the k-th), so
+that any operation can be left out and the rest is still a world. The world keeps its own record, computes every block
+in integers, and trusts nothing that the dispatcher says.
 
     ("planner", kind)                   "packed" or "grid", for the whole world; default grid
     ("history", ratio)                  enough blocks have already taken `ratio` times the expected time for the
                                         dispatcher to judge what is overdue; without it, only the cost model does
     ("join", [profile, ...])            a profile: the fields of agent.protocol.profile.Profile in their order
-    ("newcomers", [profile, ...])       the same, but nothing is believed before they have shown it
+    ("newcomers", [profile, ...])       the same, but the profiles are not trusted until the devices have proved them
     ("leave", [k, ...])                 devices leave and the server knows; their answers under way still arrive
-    ("submit", [product, ...])          batch, rows, inner, columns, critical, weight: all ready at the same time; those
-                                        of one weight (odd: the right operand) share it, and its slabs are kept
-    ("begin", [product, ...])           the same, and as many are to come before any product waits for the deferred ones
+    ("submit", [product, ...])          batch, rows, inner, columns, critical, weight: all ready at the same time;
+                                        products with the same weight (odd: the right operand) share it, and devices
+                                        keep its slabs
+    ("begin", [product, ...])           the same, and as many more critical products come before any product waits for
+                                        the deferred ones
     ("forget", [weight, ...])           these weights have changed
     ("run", n)                          the next n answers arrive
     ("late", k, seconds)                an answer under way is delayed
-    ("twice", k, seconds)               it arrives a second time, this much later
-    ("lost", k)                         it never arrives; its device is detected and declared dead
+    ("twice", k, seconds)               an answer arrives a second time, this much later
+    ("lost", k)                         an answer never arrives; its device is detected and declared dead
     ("vanish", k)                       a device falls silent, is still sent work, and is then detected
     ("mute", [k, ...])                  devices stay connected but never answer again, and are never detected
     ("refuse", k)                       a device cannot compute a block
-    ("stray", device, job, block)       an answer that was not asked for
+    ("stray", device, job, block)       an unrequested answer
     ("stray refusal", device, job, block)
     ("swap", k, device)                 an answer from a device that was never asked
     ("slow", k, factor)                 a device is slower than its profile
-    ("overdue", k, seconds)             an answer under way comes a second after everything the others return in this
-                                        time; before it does, the server checks for overdue blocks
+    ("overdue", k, seconds)             an answer under way arrives 1 s after everything that other devices return in
+                                        this time; before it arrives, the server checks for overdue blocks
     ("lie", k)                          an answer under way is wrong
 """
 
@@ -68,13 +70,13 @@ class ChaosError(AssertionError):
 
 @dataclass(slots=True)
 class Flight:
-    """A block that was sent: its true answer, and when that arrives."""
+    """A block that was sent: its true answer, and when the answer arrives."""
 
     box: tuple[int, ...]
     cells: NDArray[np.int64]
     due_s: float
     lost: bool = False
-    looked_at: bool = False  # it was under way, or sent, when the server checked for overdue blocks
+    looked_at: bool = False  # was under way, or sent, when the server checked for overdue blocks
 
     def overlaps(self, other: Flight) -> bool:
         """Blocks of the same job with cells in common."""
@@ -139,7 +141,7 @@ class Truth:
         return bool((self._times == 1).all())
 
     def verdict(self) -> str:
-        """What is wrong with it; empty if each cell was accepted once and is right."""
+        """What is wrong with the product; empty if each cell was accepted once and is right."""
         if not self.complete():
             return "some cells were not accepted exactly once"
         return "" if np.array_equal(self._out, self._left @ self._right) else "the result is wrong"
@@ -154,7 +156,7 @@ class World:
         kinds = [o[1] for o in operations if o[0] == "planner"] or ["grid"]
         history = [o[1] for o in operations if o[0] == "history" and o[1]][:1] * ENOUGH
         self._fleet = VirtualFleet(pack_profiles(self._told), Planner(kinds[0]), verify=True, history=history)
-        self.faults: Counter[str] = Counter()  # that had something to harm
+        self.faults: Counter[str] = Counter()  # only faults that had a target
         self.seen: Counter[str] = Counter()  # the dispatcher's reactions
         self.events = 0
         self.trace: list[tuple[float, str, Outcome]] = []
@@ -175,7 +177,7 @@ class World:
         for operation in self._operations:
             self._do(operation)
         self._run_out()
-        if self._open:  # no present device can do these
+        if self._open:  # must be jobs that no present device can do
             raise_if(self._stuck(), "do not end although an able device lives and answers")
             self._alive.add(self._fleet.joined)
             self._event("join", self._fleet.join(1))
@@ -189,7 +191,7 @@ class World:
         return self
 
     def _run_out(self) -> None:
-        """Until nothing more is under way. Answers that never come are found by checking for overdue blocks."""
+        """Run until nothing is under way. Checks for overdue blocks find answers that never arrive."""
         for _ in range(MOST_LOOKS):
             while self._past:
                 self._run(1)
@@ -261,7 +263,7 @@ class World:
             case "overdue":
                 self._overdue(key, flight, self._fleet.now_s + more[0])
             case "lie":
-                flight.cells = flight.cells + 1  # so that two lies about one answer are not the truth
+                flight.cells = flight.cells + 1  # two lies about one answer must not add up to the truth
             case "swap":
                 self._answers([(more[0] % self._fleet.joined, key[1], key[2])], misleading=True)
             case _:
@@ -283,7 +285,7 @@ class World:
         self._event(kind, self._fleet.submit(works, more_to_come=kind == "begin"))
 
     def _leave(self, devices: list[int], fault: bool = True) -> None:
-        """Their answers under way are useless; most still arrive."""
+        """The devices' answers under way no longer count; most still arrive."""
         for device in devices:
             if fault and device in self._alive:
                 self._fault("leave")
@@ -308,7 +310,7 @@ class World:
         self._event("overdue", self._fleet.look())
 
     def _run(self, count: int, until_s: float = math.inf) -> None:
-        """The next answers, those that come together in one event; and devices that are detected."""
+        """The next answers, and detections of dead devices; answers that arrive together form one event."""
         while count > 0 and self._past and self._past[0][0] <= until_s:
             together_s = min(self._past[0][0] + TOGETHER_S, until_s)
             keys: list[Key] = []
@@ -328,10 +330,10 @@ class World:
             if keys:
                 self._answers(keys)
 
-    # ---- the world's own books
+    # ---- the world's own record
 
     def _answers(self, keys: list[Key], misleading: bool = False) -> None:
-        """`misleading`: even if such a block is under way, this is not its answer."""
+        """`misleading`: not a real answer, so it is dropped if such a block is under way."""
         due: list[int] = []
         landed: dict[Key, Flight] = {}
         for position, key in enumerate(keys):  # if two devices have the same cells under way, the first answer counts
@@ -352,7 +354,7 @@ class World:
         self._event("answer", outcome)
 
     def _rivals(self, key: Key, among: Mapping[Key, Flight]) -> list[Flight]:
-        """Other copies with cells of this block."""
+        """Other copies that share cells with this block."""
         flight = self._flying[key]
         return [f for k, f in among.items() if k[1] == key[1] and k != key and f.overlaps(flight)]
 
@@ -365,7 +367,7 @@ class World:
         self._event("refuse", outcome)
 
     def _check(self, job: int) -> None:
-        """All blocks of a job are there: look for wrong ones, as the server would."""
+        """All blocks of a job have returned: look for wrong ones, as the server would."""
         if job not in self._open or not self._open[job].complete():
             raise ChaosError(f"job {job} is to be checked and not complete")
         wrong = self._open[job].wrong()
@@ -402,7 +404,7 @@ class World:
             self._check(job)
 
     def _cancelled(self, key: Key, answered: bool) -> None:
-        """`answered`: another device was faster. Otherwise it must have been overdue, and its device may be gone."""
+        """`answered`: another device was faster. Otherwise the block must have been overdue; its device may be gone."""
         flight = self._flying.pop(key, None)
         if flight is None and key[0] in self._alive:
             raise ChaosError(f"block {key[2]} of job {key[1]} was cancelled and is not under way on device {key[0]}")

@@ -42,8 +42,8 @@ from testbed.access.inviting import new_invitation
 from testbed.faults.memory import EXACT, Memory
 from testbed.faults.mutations import mutated, raw_bytes, valid_messages
 
-BATCH = 50  # mutated messages per connection; for an admitted one, the first invalid message is the last
-RAW_BATCH = 10  # bare connections
+BATCH = 50  # mutated messages per connection; the server ends an admitted connection at its first invalid message
+RAW_BATCH = 10  # the same for bare connections
 OPEN = 200  # simultaneous connections
 ALIVE_EVERY = 20  # calls between checks that a well-behaved device is answered
 JOINS_PER_KEY = 15  # fewer than a server allows in a row
@@ -51,30 +51,30 @@ JOINS_PER_KEY = 15  # fewer than a server allows in a row
 KINDS = {"raw": 10, "knocking": 10, "enrolling": 10, "stranger": 15, "invited": 25, "pod": 25, "ticket": 5}
 ENDPOINTS = ("plain", "data", "encrypted", "enrolment")
 PATIENCE_S = 30.0
-RESTS = 20  # all callers leave, and the server's memory is looked at
-CALM, CALM_S = 5, 0.1  # at rest: so many looks, so far apart, find hardly more descriptors open than at the start
-# Of some 20,000 connections, so many descriptors may stay open. One of five runs of a million messages left one: an
+RESTS = 20  # per run: all callers leave, and the server's memory is measured
+CALM, CALM_S = 5, 0.1  # checks at rest, and seconds between them: descriptors must be nearly back at the initial count
+# Descriptors that may stay open after some 20,000 connections. One of five runs of a million messages left one: an
 # eventfd, perhaps of a socket that Python had closed and libzmq had not. A leak of connections leaves thousands.
 MOST_LEFT_OPEN = 4
-# Warm-up: the tables of fixed size are full after 86,000 messages: 1,000 idle devices, 1,024 connections that were sent
-# away, 1,000 complaints.
+# Warm-up: the fixed-size tables are full after 86,000 messages: 1,000 idle devices, 1,024 rejected connections, 1,000
+# complaints.
 WARM_MESSAGES = 100_000
-# What a server keeps for good, which is not held against it; tests/testbed/faults/test_fuzz.py finds no less.
-PRODUCT_BYTES = 900  # its boxes and times, for the results
+# What a server keeps for good, which does not count as growth; tests/testbed/faults/test_fuzz.py finds no less.
+PRODUCT_BYTES = 900  # boxes and times of a product, for the results
 KEY_BYTES = 1700  # a row of the access list in each of two threads, and the budgets of the key
 # Flat: at rest after the warm-up, memory in use, less the above, never exceeds its level by more than this; nor does
-# memory beside malloc. It is 1.2 bytes per message, 30 per connection, or 100 per join of a million messages. Resident
-# memory is not judged: it also has what malloc holds free at rest, measured between 5 and 10 MiB.
+# memory outside malloc. 1 MiB is 1.2 bytes per message, 30 per connection, or 100 per join of a million messages.
+# Resident memory is not judged: it includes memory that malloc holds free at rest, measured between 5 and 10 MiB.
 FLAT_BYTES = 1 << 20
-AT_ONCE = OPEN + 50  # most devices these callers have there at once: each may need a number
-JUDGED_FROM = 2 * WARM_MESSAGES  # messages; with fewer, there is only the warm-up
+AT_ONCE = OPEN + 50  # most devices that these callers have present at once: each may need a number
+JUDGED_FROM = 2 * WARM_MESSAGES  # messages; shorter runs are mostly warm-up
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
     """The server at rest."""
 
-    messages: int  # until then
+    messages: int  # sent so far
     keys: int
     products: int
     memory: Memory
@@ -92,7 +92,7 @@ class Outcome:
     seconds: float = 0.0
     blocks_to_strangers: int = 0
     left_open: int = 0  # descriptors of the server when all callers had left
-    left_open_are: list[tuple[str, str]] = field(default_factory=list)  # what they belong to, as far as the kernel says
+    left_open_are: list[tuple[str, str]] = field(default_factory=list)  # what they are, as far as the kernel says
     rests: list[Rest] = field(default_factory=list)
     server: dict[str, Any] = field(default_factory=dict)
     tracebacks: int = 0
@@ -100,17 +100,17 @@ class Outcome:
 
     @property
     def warm(self) -> list[Rest]:
-        """From the end of the warm-up on."""
+        """Rests after the warm-up."""
         return [rest for rest in self.rests if rest.messages >= WARM_MESSAGES]
 
     @property
     def grown_bytes(self) -> int:
-        """Largest growth since the end of the warm-up: of memory in use that is not explained."""
+        """Largest growth of unexplained memory in use since the end of the warm-up."""
         return _growth([rest.unexplained_bytes for rest in self.warm])
 
     @property
     def grown_outside_bytes(self) -> int:
-        """The same of memory beside malloc."""
+        """The same for memory outside malloc."""
         return _growth([rest.memory.outside_bytes for rest in self.warm])
 
     @property
@@ -124,7 +124,7 @@ class Outcome:
 
     @property
     def kept_too_many(self) -> bool:
-        """Too many numbers of devices that are absent, have not worked, and are not among the latest to leave."""
+        """The server keeps too many numbers of devices that are absent, never worked and did not leave recently."""
         kept = self.server.get("kept", {})
         return bool(kept) and kept["numbers"] > kept["worked"] + MOST_IDLE + AT_ONCE
 
@@ -191,13 +191,13 @@ def _growth(bytes_: list[int]) -> int:
 
 
 class _Visit:
-    """Looks at the server, between calls."""
+    """Inspects the server between calls."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process, self._watched = process, psutil.Process(process.pid)
         self._descriptors = 0  # without callers
         self._at_first: dict[str, str] = {}  # descriptor -> what it is
-        self.found = ""  # by the last look
+        self.found = ""  # result of the last look
 
     @property
     def resident_bytes(self) -> int:
@@ -213,7 +213,7 @@ class _Visit:
         self._descriptors, self._at_first = min(self._looks()), self._open()
 
     def rest(self, outcome: Outcome) -> None:
-        """When all callers have left."""
+        """Measure the server once all callers have left."""
         deadline_s = time.monotonic() + PATIENCE_S
         while (left := max(self._looks()) - self._descriptors) > MOST_LEFT_OPEN and time.monotonic() < deadline_s:
             pass
@@ -235,7 +235,7 @@ class _Visit:
         return found
 
     def _open(self) -> dict[str, str]:
-        """Its descriptors: number -> a connection with its state, or whatever else it is."""
+        """The server's descriptors: number -> connection and state, or the target of the descriptor's link."""
         found: dict[str, str] = {}
         for link in Path(f"/proc/{self._watched.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -247,7 +247,7 @@ class _Visit:
     def _ask(self) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError):  # it has ended: the next line says so
+        with contextlib.suppress(OSError):  # the server has ended: the code below reports it
             self._process.stdin.write("look\n")
             self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], PATIENCE_S)[0]:
@@ -312,7 +312,7 @@ class _Callers:
         self._listen()
 
     def _keep(self, line: zmq.Socket[bytes] | socket.socket) -> None:
-        """Many are open at the same time; the oldest is closed."""
+        """Keep at most OPEN connections open; close the oldest."""
         self._open.append(line)
         if len(self._open) > OPEN:
             gone = self._open.popleft()
@@ -332,7 +332,7 @@ class _Callers:
             self._count(kind)
 
     def _listen(self) -> None:
-        """Read what came over some of them."""
+        """Read what arrived on some of the open connections."""
         for line in list(self._open)[:: max(1, len(self._open) // 8)]:
             if not isinstance(line, zmq.Socket):
                 continue
@@ -343,7 +343,7 @@ class _Callers:
                         self._outcome.blocks_to_strangers += 1
 
     def _check_alive(self) -> None:
-        """A well-behaved device gets in and is answered."""
+        """Check that a well-behaved device is admitted and answered."""
         where, credentials = self._entered()
         with self._context.socket(zmq.DEALER) as line:
             line.setsockopt(zmq.LINGER, 0)
@@ -370,7 +370,7 @@ class _Callers:
             self._count("raw")
 
     def _invited(self) -> Keys:
-        """The same keys for some sessions, then new ones, which are first enrolled with an invitation."""
+        """The same keys for JOINS_PER_KEY sessions, then new keys, which are first enrolled with an invitation."""
         if self._joins >= JOINS_PER_KEY:
             self._keys, self._joins = Keys.new(), 0
             if self._outcome.sent["keys"] % 100 == 0:
@@ -439,7 +439,7 @@ def _server(folder: Path, log: IO[str]) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
-# it must not outlive us, however we end
+# the agent must not outlive this process, however this process ends
 MORTAL_AGENT = """
 import runpy
 from emulator.pods.pod import die_with_parent

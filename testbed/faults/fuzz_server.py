@@ -1,6 +1,6 @@
-"""The server that `testbed/faults/fuzz.py` attacks, in its own process. It computes products all the while and checks
-them. Prints its addresses, for each line of its standard input what it keeps at that moment, and, when that ends, the
-outcome; one line of JSON each."""
+"""The server that `testbed/faults/fuzz.py` attacks, in its own process. It computes and checks products all the time.
+Prints lines of JSON: first its addresses; what it keeps, for each line of standard input; at the end of standard input,
+the outcome."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def _answer(server: Server, ended: threading.Event) -> None:
-    """Until the end of the standard input."""
+    """Answer every line of standard input, until its end."""
     for _ in sys.stdin:
         found = memory()
         look = {

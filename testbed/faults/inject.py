@@ -1,9 +1,9 @@
 """Applies the faults and churn of a scenario to the pods of a run, and audits them.
 
-`plan_faults` and `churn_schedule` say what happens when, and to which devices: pure and seeded. The `Injector` has no
-thread and no clock: its caller calls `tick(now_s)`, which sends what is due and records the pods' reports. `injecting`
-is the thread that does so during a run. The audit compares what was done with what was asked for, by the pods' own
-stamps, which are on this host's monotonic clock.
+`plan_faults` and `churn_schedule` decide what happens when, and to which devices: pure and seeded. The `Injector` has
+no thread and no clock: its caller calls `tick(now_s)`, which sends what is due and records the pods' reports.
+`injecting` starts the thread that does so during a run. The audit compares the injected faults with the requested ones,
+by the pods' own timestamps, which are on this host's monotonic clock.
 
 Time counts from the start of the first step.
 """
@@ -45,7 +45,7 @@ OF_PODS = ("kill", "stop", "corrupt", "disconnect", "exhaust")
 DEADLY = ("kill", "exhaust")
 UNTIL = {"stop": "continue", "disconnect": "reconnect"}  # what ends a fault
 TICK_S = 0.05  # longest time between two checks for reports
-DRAIN_S = 2.0  # for the reports of the last orders
+DRAIN_S = 2.0  # longest wait for the reports of the last orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Injection:
     at_s: float
     do: str
     devices: tuple[int, ...] = ()  # of the fleet
-    pods: tuple[int, ...] = ()  # for OF_PODS, and what ends them
+    pods: tuple[int, ...] = ()  # for faults in OF_PODS, and for the actions that end them
     details: Mapping[str, Any] = field(default_factory=dict)  # seconds, factor, how
 
 
@@ -77,8 +77,9 @@ class Targets(Protocol):
 
 
 def plan_faults(faults: Sequence[Fault], networks: Sequence[str], pod_count: int, seed: int) -> list[Injection]:
-    """In order of time, for a fleet whose devices are in these networks and dealt in turn to `pod_count` pods. Devices
-    to leave are chosen among those that no earlier fault has sent away, devices to return among those that one has."""
+    """Injections in order of time, for a fleet whose devices are in these networks and dealt in turn to `pod_count`
+    pods. Devices to leave are chosen among those that no earlier fault has sent away, devices to return among those
+    that a fault has sent away, if any."""
     plan: list[Injection] = []
     returning: list[tuple[float, int, tuple[int, ...]]] = []  # heap: time, tie-breaker, devices
     away: set[int] = set()
@@ -194,15 +195,15 @@ class Injector:
         how: str = "vanish",
         note: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
-        """`how`: the way devices leave by the schedule; `note` receives every injection that was carried out."""
+        """`how`: how devices leave by the schedule; `note` receives every injection that was carried out."""
         self._targets, self._note, self._how = targets, note, how
         self._faults = list(faults)
         self._schedule = schedule
         self._churn: Iterator[Event] = schedule.forever() if schedule else iter(())
         self._next_churn = next(self._churn, None)
         self._sent = 0  # faults sent
-        self._killed: set[int] = set()  # or told to exhaust their memory: no more reports from them
-        self._dead: set[int] = set()  # killed: cannot be paused or resumed
+        self._killed: set[int] = set()  # pods killed or told to exhaust their memory: they send no more reports
+        self._dead: set[int] = set()  # pods killed: cannot be paused or resumed
         self._pending: dict[int, set[int]] = {}  # fault -> pods that have not reported it yet
         self._pending_churn: Counter[int] = Counter()  # pod -> orders that it has not reported yet
         self._done: dict[int, list[tuple[float, int]]] = {}  # fault -> when, and how many devices or pods
@@ -224,7 +225,7 @@ class Injector:
 
     @property
     def waiting(self) -> bool:
-        """Something was sent but not reported yet."""
+        """Whether an order was sent but not reported yet."""
         return bool(self._pending) or self._pending_churn.total() > 0
 
     def tick(self, now_s: float) -> None:
@@ -325,7 +326,7 @@ class Injector:
     # ---- audit
 
     def audit(self) -> dict[str, Any]:
-        """What was done against what was asked for, up to the last tick; times from the start of the first step."""
+        """What was done against what was requested, up to the last tick; times from the start of the first step."""
         told: dict[str, Any] = {}
         if self._faults:
             listed = []
@@ -356,8 +357,8 @@ class Injector:
 
 @contextmanager
 def injecting(injector: Injector, clock: Clock | None = None) -> Iterator[None]:
-    """A thread that ticks until the block ends and then waits briefly for the last reports. An error in it is raised at
-    the end, and is visible in `injector.error` before."""
+    """A thread that ticks until the block ends and then waits briefly for the last reports. An error of the thread is
+    in `injector.error` at once, and is raised at the end."""
     time_ = clock or WallClock()
     stop = threading.Event()
     begun_ns = time_.now_ns()

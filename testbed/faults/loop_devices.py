@@ -1,5 +1,5 @@
 """Simulated pods and agents for the loop's world: they speak the real wire format, hold pieces in the agent's own
-store and compute real products. What goes wrong with them is told from outside (testbed/faults/loop_world.py).
+store and compute real products. testbed/faults/loop_world.py decides what goes wrong with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agent.protocol.wire import (
 from ps.access.admission import ConnectionAdmission, TooOften
 from testbed.faults.loop_network import Connection, Network
 
-POD, GUEST, ENROLLED = range(3)  # of the run; of this machine, with a ticket; with a key
+POD, GUEST, ENROLLED = range(3)  # pod of the run; agent of this machine, with a ticket; agent with a key
 TOGETHER_S = 0.001  # answers this close together travel in one message
 COME_BACK_S = 0.4
 FOREVER_S = 1e9
@@ -42,14 +42,14 @@ Answered = tuple[int, int, int]  # device of the line, job, block
 
 
 class Line:
-    """One connection of a process, with what came over it. The process may have moved on to another one."""
+    """One connection of a process, with what arrived on it. The process may have moved on to another connection."""
 
     def __init__(self, process: Process, connection: Connection) -> None:
         self.process, self.connection = process, connection
         self.network = process.network
         self.operands = Operands()
         self.welcome = self.goodbye = False
-        self.excused = False  # it gave the server reason to end it
+        self.excused = False  # the process gave the server a reason to end this connection
         self.heard_s = self.network.now
         self._queues: dict[int, deque[BlockRow]] = {}
         self._busy: set[int] = set()
@@ -59,7 +59,7 @@ class Line:
 
     @property
     def present(self) -> bool:
-        """It is the one over which its process works."""
+        """Whether the process works on this connection."""
         return self.process.line is self and self.connection.open
 
     @property
@@ -72,7 +72,7 @@ class Line:
             self.connection.say(message if isinstance(message, list) else encode(message), extra_s)
 
     def beat(self) -> None:
-        """As agent/protocol/connection.py: few words to a server that is silent, because they may lie unread."""
+        """As agent/protocol/connection.py: fewer heartbeats to a silent server, because they may pile up unread."""
         if not self.present or self.goodbye:
             return
         every_s = self.process.heartbeat_s
@@ -91,7 +91,7 @@ class Line:
                 self.welcome = True
                 self.process.left = False
             case Work():
-                self.operands.accept(message)  # WireError: a block names what is not there
+                self.operands.accept(message)  # WireError: a block names a piece that is missing
                 for row in message.blocks.tolist():
                     self._queues.setdefault(row[0], deque()).append(row)
                     self._next(row[0])
@@ -104,7 +104,7 @@ class Line:
                 self.goodbye = True
 
     def _cancel(self, keys: set[Answered]) -> None:
-        """What is being computed is still answered."""
+        """Blocks that are being computed are still answered."""
         for queue in self._queues.values():
             for row in [row for row in queue if row[:3] in keys]:
                 queue.remove(row)
@@ -147,7 +147,7 @@ class Line:
         self.say(self._last, self.process.take_trickle())
 
     def answer_twice(self) -> bool:
-        """Once more what it returned last."""
+        """Send the last result again."""
         if self._last:
             self.say(list(self._last))
         return bool(self._last)
@@ -184,7 +184,7 @@ class Process:
 
     @property
     def healthy(self) -> bool:
-        """It is there, and answers."""
+        """Whether the process is present and answers."""
         line, now = self.line, self.network.now
         there = line is not None and line.welcome and line.connection.open and not line.excused
         return there and not self.vanished and not self.left and now >= max(self.mute_until_s, self.frozen_until_s)
@@ -199,7 +199,7 @@ class Process:
         )
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Unless the process is stopped then, or has vanished."""
+        """After a delay; a frozen process does it once it goes on, a vanished process never."""
 
         def then() -> None:
             if self.network.now < self.frozen_until_s:
@@ -210,7 +210,7 @@ class Process:
         self.network.at(self.network.now + delay_s, then)
 
     def come(self) -> None:
-        """Connect and join; with another connection, if it has one."""
+        """Connect and join, on a new connection if the process already has one."""
         if self.staying_away or self.vanished:
             return
         user = self._let_in()
@@ -256,7 +256,7 @@ class Process:
         trickle_s, self._trickle_s = self._trickle_s, 0.0
         return trickle_s
 
-    # ---- what goes wrong; False: it makes no difference now
+    # ---- faults; False: the fault makes no difference now
 
     def suffer(self, kind: str, milliseconds: int) -> bool:
         line, now, seconds = self.line, self.network.now, milliseconds / 1000
@@ -299,14 +299,14 @@ class Process:
         return True
 
     def _move(self, line: Line) -> None:
-        """It is back by another connection before the first is missed; a pod's own first one ends."""
+        """Join on another connection before the server misses the first; a pod ends its first connection itself."""
         line.excused = True
         if self.kind == POD:
             line.connection.end()
         self.come()
 
     def _flood(self, line: Line, count: int) -> bool:
-        """Many words at once, as many as it may say."""
+        """Many heartbeats at once, within the limits of the process."""
         if self.kind != POD:
             count = min(count, 24)
             if self.network.now < self.flooded_s + 8.0:

@@ -1,9 +1,9 @@
 """A simulated machine for the real server's loop: network, clocks and disk, in virtual time and without threads.
 
-`Network` is the server's `Outside` (ps/outside.py). `Router` has those methods of a ZeroMQ ROUTER that the
-server uses, with ZeroMQ's promises and no more: whole messages, in order on each connection, in any order between
-connections; a full buffer refuses a message (EAGAIN), a name without a connection is not reachable (EHOSTUNREACH), and
-what had arrived before a connection was closed is still read. Descriptors are reused at once, as by the kernel.
+`Network` is the server's `Outside` (ps/outside.py). `Router` has the methods of a ZeroMQ ROUTER that the server uses,
+with ZeroMQ's promises and no more: whole messages, in order on each connection, in any order between connections; a
+full buffer refuses a message (EAGAIN), a name without a connection is not reachable (EHOSTUNREACH), and messages that
+arrived before a connection was closed are still read. Descriptors are reused at once, as by the kernel.
 
 Server time is world time plus jumps. Everything is drawn from one seeded generator.
 """
@@ -30,15 +30,16 @@ from agent.protocol.errors import UserError
 from ps.outside import Bell
 
 AHEAD = 4  # messages that a connection's send buffer takes; ZeroMQ's is larger, and fills up the same way
-STEP_S = 20e-6  # of the server's time, for a wait that ends at once and for each message
+STEP_S = 20e-6  # server time of a wait that ends at once, and of each message
 FIRST_DESCRIPTOR = 20
-FIRST_NAME = 0xFFFFFFF8  # names wrap around soon
+FIRST_NAME = 0xFFFFFFF8  # so that names wrap around soon
 LOCAL_PORT = 7000
 WAIT, RECEIVE, SEND = range(3)  # where the server can be stopped
 
 
 class Connection:
-    """One TCP connection to the server, from its device's side. `heard`: takes a message; `closed`: it was ended."""
+    """One TCP connection to the server, from its device's side. `heard` takes a message; `closed` is called at its
+    end."""
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class Connection:
         self.heard, self.closed = heard, closed
         self.open = True
         self.latency_s, self.up_bps = 0.002, 1e7
-        self.deaf_until_s = 0.0  # it does not read before
-        self.offered_s = network.ran_s  # when the server last tried to send something; server's running time
-        self.arrived_s = network.ran_s  # when the last message came, likewise
-        self.unread: deque[list[bytes]] = deque()  # has arrived at the server and was not read
+        self.deaf_until_s = 0.0  # the device does not read before this time
+        self.offered_s = network.ran_s  # when the server last tried to send something; in the server's running time
+        self.arrived_s = network.ran_s  # when the last message arrived; in the server's running time
+        self.unread: deque[list[bytes]] = deque()  # arrived at the server, not yet read
         self._buffer: deque[list[Any]] = deque()  # accepted from the server, not read by the device
         self._reading = False
         self._arriving: deque[tuple[float, float, int]] = deque()  # messages on their way: begin, end, bytes
@@ -66,7 +67,7 @@ class Connection:
     # ---- to the server
 
     def say(self, frames: Sequence[Any], extra_s: float = 0.0) -> None:
-        """`extra_s`: how much longer its bytes take."""
+        """`extra_s`: how much longer the message's bytes take."""
         message = [bytes(memoryview(frame)) for frame in frames]
         size, now = sum(map(len, message)) + 10, self.network.now
         begin = max(now + self.latency_s, self._arriving[-1][1] if self._arriving else 0.0)
@@ -89,7 +90,7 @@ class Connection:
 
     @property
     def received(self) -> tuple[float, float]:
-        """Bytes, and when the last one came, by the kernel."""
+        """Bytes received, and when the last one arrived, as the kernel would report."""
         begin, end, size = self._arriving[0] if self._arriving else (self.network.now, self.network.now, 0)
         if begin >= self.network.now or end <= begin:
             return self._bytes, self._last_s
@@ -117,11 +118,11 @@ class Connection:
             self._read_soon()
         elif self._buffer and self.open:
             frames = self._buffer.popleft()
-            self.heard(self, [bytes(memoryview(frame)) for frame in frames])  # without a copy until now
+            self.heard(self, [bytes(memoryview(frame)) for frame in frames])  # the first copy
             self._read_soon()
 
     def end(self) -> None:
-        """From either side."""
+        """Close the connection, from either side."""
         if self.open:
             self.open = False
             self._buffer.clear()
@@ -130,13 +131,13 @@ class Connection:
 
 
 class Frame(zmq.Frame):
-    """The first frame of a message: it knows its connection."""
+    """The first frame of a message, which knows its connection."""
 
     connection: Connection | None = None
 
     def get(self, option: Any) -> Any:
         if self.connection is None:
-            raise zmq.ZMQError(errno.EINVAL)  # came from within the process
+            raise zmq.ZMQError(errno.EINVAL)  # the message came from within the process
         return self.connection.user if option == "User-Id" else self.connection.descriptor
 
 
@@ -160,8 +161,8 @@ class Monitor:
 class Router:
     def __init__(self, network: Network) -> None:
         self._network = network
-        self.read = 0  # messages, ever
-        self._ready: list[Connection] = []  # those with unread messages
+        self.read = 0  # messages since the start
+        self._ready: list[Connection] = []  # connections with unread messages
         self._own: deque[tuple[bytes, bytes]] = deque()  # from within the process: name, message
         self._sending: tuple[Connection, list[Any]] | None = None
         self.monitor = Monitor()
@@ -176,7 +177,7 @@ class Router:
     def own(self, name: bytes, message: bytes) -> None:
         self._own.append((name, message))
 
-    # ---- as ZeroMQ
+    # ---- ZeroMQ's methods
 
     def bind(self, where: str) -> None:
         pass
@@ -263,7 +264,7 @@ class Context:
 
 
 class SilentBell:
-    """There is one thread: it need not be woken."""
+    """Never rings: there is one thread, which need not be woken."""
 
     def fileno(self) -> int:
         return -1
@@ -280,16 +281,16 @@ class SilentBell:
 
 class Network:
     def __init__(self, seed: int) -> None:
-        self.now = 0.0  # of the world
+        self.now = 0.0  # world time
         self.until_s = 0.0  # no wait ends later
-        self.ran_s = 0.0  # how long the server's thread was not stopped, and not in a long turn
+        self.ran_s = 0.0  # the server's running time, without stops and long turns
         self.seen: Counter[str] = Counter()
         self.dice, self.random = random.Random(f"network {seed}"), random.Random(f"server {seed}")
         self.router, self.context = Router(self), Context(self)
         self.named: dict[bytes, Connection] = {}
         self.beside: Callable[[], None] = lambda: None  # the entrance's thread: gets its turn while the server waits
         self._open: dict[int, Connection] = {}
-        self._used: set[int] = set()  # descriptors, ever
+        self._used: set[int] = set()  # descriptors used so far
         self._names, self._ports = itertools.count(FIRST_NAME), itertools.count(40000)
         self._jumped_s, self._calendar_s, self._worked_s = 0.0, 1.8e9, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -325,19 +326,19 @@ class Network:
         return b"\0" + (next(self._names) % (1 << 32)).to_bytes(4, "big")
 
     def stop_server(self, where: int, seconds: float) -> None:
-        """It stands still when it comes to this place next; devices go on."""
+        """Stop the server when it next comes to this place; devices go on."""
         self._stop[where] = self._stop.get(where, 0.0) + seconds
 
     def delay_server(self, seconds: float) -> None:
-        """Its next turn takes that much longer, and its thread works all the time."""
+        """Make the server's next turn this much longer; its thread works all the time."""
         self._hitch_s += seconds
 
     def calm(self) -> None:
-        """No stop and no long turn is to come."""
+        """Cancel all pending stops and long turns."""
         self._stop, self._hitch_s = {}, 0.0
 
     def jump(self, seconds: float) -> None:
-        """The host's clocks jump; devices have had no such time."""
+        """The host's clocks jump; for the devices no time passes."""
         self._jumped_s += seconds
         self._calendar_s += seconds
 
@@ -346,7 +347,7 @@ class Network:
         self._calendar_s += seconds
 
     def pass_until(self, until_s: float, alert: bool = False) -> None:
-        """Devices live until then; `alert`: or until the server has something to read."""
+        """Run the devices until this time; `alert`: or until the server has something to read."""
         while self._events and self._events[0][0] <= until_s and not (alert and self.router):
             self.now, _, what = heapq.heappop(self._events)
             what()
@@ -354,7 +355,7 @@ class Network:
             self.now = max(self.now, until_s)
 
     def step(self, where: int) -> None:
-        """The server's thread does something that takes a moment."""
+        """The server's thread does something that takes STEP_S."""
         self.now += STEP_S
         self.ran_s += STEP_S
         self._worked_s += STEP_S

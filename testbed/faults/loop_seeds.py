@@ -11,7 +11,7 @@ PROFILES = (
     COMMON,
     (1e8, 1e-3, 5e6, 5e6, 0.002, HUGE, 4),
     (1e7, 1e-3, 1e7, 2e6, 0.01, HUGE, 2),
-    (1e9, 1e-3, 1e7, 1e7, 0.002, 2500, 4),  # little memory: blocks come in chunks
+    (1e9, 1e-3, 1e7, 1e7, 0.002, 2500, 4),  # little memory: blocks are sent in chunks
     (1e9, 1e-3, 1e7, 1e7, 0.002, 5000, 2),
 )
 

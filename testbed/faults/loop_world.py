@@ -4,25 +4,26 @@ The real `ps.transport.server.Server` reads, plans, ships, beats, checks and wri
 (testbed/faults/loop_network.py) with simulated pods and agents (testbed/faults/loop_devices.py). A world is a list of
 plain operations (testbed/faults/loop_seeds.py makes them); each is valid at any position, so that any can be left out.
 
-    ("dice", seed)                      of what the network decides: which connection is read first; for the whole world
-    ("pod" | "local" | "enrolled", [profile, ...])   a process joins: a pod of the run with these devices; an agent of
-                                        this machine, or one with a key, which has the first of them
+    ("dice", seed)                      seed of the network's choices, such as which connection is read first; for the
+                                        whole world
+    ("pod" | "local" | "enrolled", [profile, ...])   a process joins: a pod of the run with these devices; or an agent,
+                                        of this machine or with a key, with the first of these devices
     ("submit", [product, ...])          batch, rows, inner, columns, critical, weight: as in chaos_world.py
     ("forget", [weight, ...])           these weights have changed
     ("run", ms)                         the world goes on for this long
     ("pause", ms, place)                the server's process is stopped: in its wait, before it reads, before it sends
-    ("hitch", ms)                       its next turn takes this long
-    ("jump", ms)                        the host's clocks jump ahead; no device has had that time
+    ("hitch", ms)                       the server's next turn takes this much longer
+    ("jump", ms)                        the host's clocks jump ahead; for the devices no time passes
     ("calendar", ms)                    the date is corrected by this much; odd: backwards
     ("full disk" | "busy disk", ms)     the access file cannot be written, or is locked
     (fault, k, ms)                      the k-th process suffers this, see FAULTS
 
 Checked after every turn and at the end: every product ends, with exactly the right values, as long as an able device
-is there and answers; people hear what a product waits for; no answer counts twice; a silent connection is lost and a
-living one is not; no block is overdue because the server stood still; every connection hears from the server at least
-once per heartbeat; a turn reads a bounded number of messages, and no outbox grows without bound; one device has one
-connection; a device gets no work that refers to what it does not hold, and holds nothing once all is over; the server
-never raises, and leaves nothing behind.
+is present and answers; a notice says what a product waits for; no answer counts twice; the server drops a silent
+connection and keeps a living one; no block is overdue because the server stood still; every connection hears from the
+server at least once per heartbeat; a turn reads a bounded number of messages, and no outbox grows without bound; a
+device has one connection; a device gets no work that refers to a piece it does not hold, and holds nothing at the end;
+the server never raises, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -60,29 +61,29 @@ from testbed.faults.loop_devices import ENROLLED, GUEST, POD, Line, Process
 from testbed.faults.loop_network import LOCAL_PORT, Clock, MemoryDisk, Network
 
 FAULTS = (
-    "slow reader",  # does not read for a while: its send buffer fills up
-    "mute",  # heartbeats, and answers only later
+    "slow reader",  # does not read for a while: the server's send buffer for it fills up
+    "mute",  # sends heartbeats, but answers only later
     "late",  # its next answer is sent this much later
     "trickle",  # the bytes of its next answer take this long to arrive
     "freeze",  # is stopped for a while
-    "vanish",  # says nothing any more, and its connection stays
+    "vanish",  # falls silent; its connection stays open
     "drop",  # its connection breaks
     "leave",  # leaves politely, and comes back
-    "move",  # joins by another connection before the first is missed
-    "garbage",  # sends what is no message
-    "flood",  # many words at once, within its limits
-    "twice",  # answers once more what it answered last
+    "move",  # joins on another connection before the first is missed
+    "garbage",  # sends an invalid message
+    "flood",  # sends many heartbeats at once, within its limits
+    "twice",  # sends its last result again
 )
 HARMLESS = ("flood", "twice", "leave")  # make no device late
 SERVER_FAULTS = ("pause", "hitch", "jump", "calendar", "full disk", "busy disk")
 KINDS = {"pod": POD, "local": GUEST, "enrolled": ENROLLED}
 HEARTBEAT_S = 0.5
-ENDS_S = 60.0  # in which everything ends that can; the slowest device needs a second for a product
-BEAT_MARGIN_S = 0.1  # of the server's time: a beat comes with the turn after it is due
-OTHER_MESSAGES = 2  # that may wait in an outbox beside blocks and their cancellation: a welcome, a heartbeat
+ENDS_S = 60.0  # by then everything that can end must have ended; the slowest device needs 1 s for a product
+BEAT_MARGIN_S = 0.1  # of server time: a heartbeat is sent in the turn after it is due
+OTHER_MESSAGES = 2  # may wait in an outbox besides blocks and cancellations: a welcome, a heartbeat
 MOST_PROCESSES = 24
 MOST_TURNS = 200_000
-CHECK_EVERY = 64  # turns; the dispatcher's own invariants take longest
+CHECK_EVERY = 64  # turns; checking the dispatcher's own invariants takes longest
 
 
 @dataclass(slots=True)
@@ -253,7 +254,7 @@ class LoopWorld:
                 self._fault("pause")
             case ("hitch", milliseconds):
                 self.network.delay_server(milliseconds / 1000)
-                self._disturbed |= milliseconds >= 1000  # its own work is not left out: blocks that wait are late
+                self._disturbed |= milliseconds >= 1000  # the server's own work counts: waiting blocks are late
                 self._fault("hitch")
             case ("jump", milliseconds):
                 self.network.jump(milliseconds / 1000)
@@ -306,11 +307,11 @@ class LoopWorld:
         return self._weights[weight]
 
     def _integers(self, *shape: int) -> NDArray[np.float32]:
-        """Sums of their products are exact in float32, in any order."""
+        """Small integers: sums of their products are exact in float32, in any order."""
         return self._numbers.integers(-4, 5, shape).astype(np.float32)
 
     def _forget(self, weights: Sequence[int]) -> None:
-        """Those that no open product uses."""
+        """Forget the weights that no open product uses."""
         used = {operand.id for o in self._open.values() for operand in (o.product.left, o.product.right)}
         changed = [w for w in weights if w in self._weights and self._weights[w].id not in used]
         self.server.forget([self._weights.pop(weight) for weight in dict.fromkeys(changed)])
@@ -370,7 +371,7 @@ class LoopWorld:
 
 
 class _NoEntrance:
-    """Simulated devices are let in without it."""
+    """Simulated devices are admitted without an entrance."""
 
     refused = 0
 

@@ -1,10 +1,10 @@
 """What the memory of this process consists of, by glibc's own account (mallinfo2).
 
-Resident memory alone cannot show a leak of a few bytes per message: malloc keeps what was freed, in as many pieces as
-the busiest moments left, and gives it out again. So three parts are told apart: what is in use, what malloc holds free,
-and what the process has beside malloc.
+Resident memory alone cannot show a leak of a few bytes per message: malloc keeps freed memory, as fragmented as the
+busiest moments left it, and reuses it. So three parts are reported: memory in use, memory that malloc holds free, and
+memory of the process outside malloc.
 
-In an environment with `EXACT` all Python objects are malloc's, too, and what was freed counts as free at once.
+In an environment with `EXACT`, malloc also allocates all Python objects, and freed memory counts as free at once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Python's own allocator takes arenas of 1 MiB and does not say how much of them is used; and a thread's cache of freed
-# pieces, up to 0.2 MiB in each, is in use for mallinfo2.
+# Python's own allocator takes arenas of 1 MiB and does not say how much of them is used; and mallinfo2 counts each
+# thread's cache of freed memory, up to 0.2 MiB, as in use.
 EXACT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     in_use_bytes: int  # allocated and not freed
-    free_bytes: int  # malloc holds them and will give them out again
-    outside_bytes: int  # beside malloc: stacks, mappings; below zero where malloc's pages were never touched
+    free_bytes: int  # held by malloc for reuse
+    outside_bytes: int  # outside malloc: stacks, mappings; below zero if some of malloc's pages were never touched
     resident_bytes: int
 
 
@@ -39,9 +39,9 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def memory() -> Memory | None:
-    """Of this process, without garbage; None where there is no glibc 2.33 or later."""
+    """Memory of this process, after a garbage collection; None without glibc 2.33 or later."""
     gc.collect()
-    sys._clear_type_cache()  # it holds up to 4,096 names of attributes, and fills slowly
+    sys._clear_type_cache()  # holds up to 4,096 attribute names, and fills slowly
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
         rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")

@@ -1,4 +1,4 @@
-"""Mutated messages: valid ones of every kind, damaged as machines and attackers damage them. Pure."""
+"""Mutated messages: valid messages of every kind, damaged as machines and attackers would damage them. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ODD_VALUES: tuple[object, ...] = (
 
 
 def valid_messages(token: str) -> list[Frames]:
-    """One of every kind, including those that only a server sends."""
+    """One message of every kind, including those that only a server sends."""
     profiles = pack_profiles([PROFILE])
     answers = np.array([(0, 3, 1, DONE, 4, 0.1, 0), (0, 3, 2, FAILED, 0, 0.0, 0)], ANSWER)
     work = Work(
@@ -92,7 +92,7 @@ def mutated(frames: Frames, rng: random.Random) -> Frames:
 
 
 def raw_bytes(recorded: bytes, rng: random.Random) -> bytes:
-    """What may come over a bare TCP connection: noise, another protocol, or a damaged recorded handshake."""
+    """What may arrive on a bare TCP connection: noise, another protocol, or a damaged recorded handshake."""
     match rng.randrange(4):
         case 0:
             return rng.randbytes(rng.choice((0, 1, 9, 64, 300, 5000)))
@@ -156,7 +156,7 @@ def _frames(frames: Frames, rng: random.Random) -> Frames:
 
 
 def _kind(frames: Frames, rng: random.Random) -> Frames:
-    """Header and body that do not belong together."""
+    """Header and body of different kinds."""
     if not frames or len(frames[0]) < 8:
         return frames
     head = bytearray(frames[0])

@@ -40,7 +40,7 @@ WITHIN_S = 3.0  # latest start of the pause after those steps
 class Outcome:
     who: str
     seconds: float
-    after_s: float  # start of the pause after the first steps
+    after_s: float  # from the end of the first steps to the start of the pause
     code: int
     difference: float | None
     lost: int  # devices, temporarily

@@ -1,7 +1,7 @@
 """`cleave trace inspect`: the contents of an availability trace, as a table, a plot in the terminal, JSON or SVG.
 
-Sessions count as they are in the trace, including those cut by its start or end; one that lasts until the end is no
-departure. The plot shows means over equal parts of the trace, not samples, so that nothing is missed.
+Sessions count as they are in the trace, including those cut by its start or end; a session that lasts until the end is
+not a departure. The plot shows means over equal parts of the trace, not samples, so that no change is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.results.charts import area_chart
 ROWS = 8  # of the plot in the terminal
 POINTS = 96  # of the series in JSON and SVG; half an hour each in a trace of two days
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-HALVES = " .:"  # where the terminal cannot show the blocks
+HALVES = " .:"  # for terminals that cannot show block characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Measures:
     gap_s: Percentiles | None
     departures: int
     departures_per_available_hour: float
-    mean_availability: float  # share of devices and time
+    mean_availability: float  # mean share of devices present, over time
     available_hours_a_day: float
 
 
@@ -123,7 +123,7 @@ def plot(trace: AvailabilityTrace, width: int, glyphs: str = EIGHTHS) -> list[st
 
 
 def bars(heights: Floats, rows: int, glyphs: str) -> list[str]:
-    """Columns of heights 0 to 1, from the top row to the bottom one. Any height above 0 is visible."""
+    """Columns of heights 0 to 1, from the top row to the bottom row. Any height above 0 is visible."""
     steps = len(glyphs) - 1
     filled = np.ceil(np.round(heights * rows * steps, 6)).astype(int)
     return ["".join(glyphs[min(max(f - row * steps, 0), steps)] for f in filled) for row in reversed(range(rows))]

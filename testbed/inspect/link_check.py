@@ -1,8 +1,8 @@
-"""`cleave links check`: whether kernel links carry what was asked for. Asked against achieved, for some devices.
+"""`cleave links check`: whether kernel links carry what was requested: requested against achieved, for some devices.
 
 The links of the whole fleet are made; those of a sample are measured (`emulator.links.probe`), under each other's load.
-A rate may be off by 5%, and by a packet where few pass in the time; a round trip by 10%, 2 ms, and the time of its own
-bytes on a slow line. Latency that is left to user space is not the kernel's, and is reported as such.
+A rate may be off by 5% plus one packet, which matters if few packets pass in the time; a round trip by 10%, plus 2 ms,
+plus the time of its own bytes on a slow line. Latency that is left to user space is reported as not the kernel's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL_PACKET_BYTES, PACKET_BYTES = 70, 1500
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One device: what was asked of its link, and what it achieved."""
+    """One device: what was requested of its link, and what the link achieved."""
 
     device: str
     asked_down_bps: float
@@ -80,7 +80,7 @@ def judge(label: str, spec: LinkSpec, got: MeasuredLink, latency_in_kernel: bool
 
 
 def check_here(fleet: Fleet, sample: Sequence[int]) -> tuple[Applied, list[Row]]:
-    """Between two network namespaces of this machine. Needs root."""
+    """Measure between two network namespaces of this machine. Needs root."""
     specs, labels = specs_of(fleet), fleet.labels
     with link_lab() as lab:
         devices = tuple(zip(addresses(PREFIX, len(specs)), specs, strict=True))
@@ -123,7 +123,7 @@ def as_json(applied: Applied, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _spread(rows: Sequence[Row], way: str) -> dict[str, float]:
-    """Achieved, as a share of what was asked."""
+    """Achieved, as a share of what was requested."""
     shares = [getattr(row, f"{way}_bps") / getattr(row, f"asked_{way}_bps") for row in rows]
     least, median, most = np.percentile(shares, [0, 50, 100]).tolist()
     return {"least": least, "median": median, "most": most}

@@ -1,7 +1,7 @@
 """`cleave links check` for scenarios with containers: the links that a run would have, measured from inside.
 
-Containers as a run starts them, but running the probe (`emulator.links.probe`) instead of the pod; the same links; the
-server's end of the probe where the run's server would listen. Of one-device containers, only those of the sample start.
+Containers start as in a run, but run the probe (`emulator.links.probe`) instead of the pod; they have the same links,
+and the probe's server listens where the run's server would. Of one-device containers, only those of the sample start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_in_containers(asked: Launch, pods: int, fleet: Fleet, sample: Sequence
         for _, stream in started:
             stack.callback(stream.close)
         told = links.shape(fleet, [end for end, _ in started])
-        wanted: dict[str, tuple[int, Asked]] = {}  # by address: its pod, and what is asked
+        wanted: dict[str, tuple[int, Asked]] = {}  # by address: its pod, and what is requested
         for device in sample:
             own = told[device % pods]["addresses"][device // pods]
             wanted[own] = (device % pods, Asked(own, specs[device].rate_down_bps, specs[device].rate_up_bps))
@@ -71,7 +71,7 @@ def _start(container_host: ContainerHost, pod: int, address: str) -> tuple[End, 
 
 
 def _measured(streams: Sequence[Stream], wanted: dict[str, tuple[int, Asked]]) -> dict[str, MeasuredLink]:
-    """Containers whose rates fit together measure at the same time; one with many devices measures alone."""
+    """Containers whose rates fit together measure at the same time; if any has several devices, each measures alone."""
     of_pod: dict[int, list[Asked]] = {}
     for pod, asked in wanted.values():
         of_pod.setdefault(pod, []).append(asked)

@@ -15,7 +15,7 @@ from agent.protocol.units import format_duration, format_rate
 from emulator.links.rate_trace import RateTrace, read_link_trace, read_rate_trace
 from testbed.inspect.availability import EIGHTHS, HALVES, bars
 
-WINDOW_S = 1.0  # of the percentiles
+WINDOW_S = 1.0  # window of the percentiles
 
 
 def read_directions(files: Sequence[Path]) -> dict[str, RateTrace]:

@@ -1,7 +1,7 @@
 """Where the containers of a run live: an engine, an image, bridges. Ready before the server listens, removed at the
 end.
 
-One container checks first whether the server can be reached, and how fast a core is there.
+First, one container checks whether it reaches the server, and how fast a core is there.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from testbed.launch.pods import line_of, told_keys
 from testbed.runs import interrupts
 from testbed.runs.scenario import Launch
 
-LOOK_S = 20.0  # for the container that checks
+LOOK_S = 20.0  # limit for the container that checks
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What a container finds where it runs (`emulator.containers.inside`)."""
+    """What a container measures where it runs (`emulator.containers.inside`)."""
 
     core_flops: float
-    clock_offset_ns: int  # add to the monotonic clock there to get ours
+    clock_offset_ns: int  # add to the monotonic clock there to get this machine's
 
 
 class ContainerHost:
@@ -67,8 +67,8 @@ class ContainerHost:
             raise UserError(f'the image "{self.image}" was made from other sources: `make image` makes it anew')
 
     def server_host(self) -> str:
-        """The address the server has to listen on. Containers of all bridges reach the first bridge's gateway: it is an
-        address of their host."""
+        """The address that the server must listen on. Containers of all bridges reach the first bridge's gateway,
+        because it is an address of their host."""
         if self._asked.server_address is not None:
             return "0.0.0.0"
         gateway = str(self.bridges[0].gateway)
@@ -93,7 +93,7 @@ class ContainerHost:
         return f"tcp://{host}:{port}"
 
     def look_inside(self, address: str, curve: Curve | None = None) -> Inside:
-        """Checks with one container first: better that one fails than hundreds."""
+        """Check with one container first: better one failure than hundreds."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         name = f"cleave-{self.engine.run}-look"
         container, stream = self.engine.start(
@@ -134,7 +134,7 @@ class ContainerHost:
 
 
 def _answer(stream: Stream, question: bytes) -> dict[str, Any]:
-    """The next line of its output."""
+    """Send the question; return the next line of the container's output."""
     if question:
         stream.send(question)
     said, deadline, poll = b"", time.monotonic() + LOOK_S, select.poll()

@@ -1,7 +1,7 @@
 """Pods as containers on the run's host, one container per pod, all removed when the run is over.
 
-A pod of one device gets its device's memory (`emulator.containers.allotments`), and its arithmetic its device's
-processor time (`emulator.containers.throttle`). A pod of many devices has no limits: their times are modelled.
+A pod of one device is limited to the device's memory (`emulator.containers.allotments`), and its arithmetic to the
+device's processor time (`emulator.containers.throttle`). A pod of many devices has no limits: their times are modelled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testbed.launch.container_host import ContainerHost
 from testbed.launch.kernel_links import End, KernelLinks
 from testbed.launch.pods import PodGroup, line_of, parts
 
-GOODBYE_S = 3.0  # for pods to end by themselves
+GOODBYE_S = 3.0  # time for pods to end by themselves
 
 
 class PodContainer:
@@ -34,11 +34,11 @@ class PodContainer:
 
     def __init__(self, engine: DockerEngine, container: Any, stream: Stream, bridge: Bridge) -> None:
         self._engine, self._container, self._stream, self._bridge = engine, container, stream, bridge
-        self._lock = threading.Lock()  # the injector reads reports while the run checks whether it is alive
+        self._lock = threading.Lock()  # the injector reads reports while the run checks whether the pod is alive
         self._unread = b""
         self._ended = False
         self._code: int | None = None
-        self.out_of_memory = False  # known once it has ended
+        self.out_of_memory = False  # known once the container has ended
         self.paused = False
         engine.do(f"look at {container.name}", container.reload)
         settings = container.attrs["NetworkSettings"]["Networks"]
@@ -47,7 +47,7 @@ class PodContainer:
 
     @property
     def pid(self) -> int | None:
-        """None unless the engine's processes are this machine's; a local socket alone does not prove that."""
+        """None unless the engine's processes run on this machine; a local socket alone does not prove that."""
         try:
             ours = self._engine.local and "emulator.pods.pod" in psutil.Process(self.engine_pid).cmdline()
         except psutil.Error:
@@ -78,8 +78,8 @@ class PodContainer:
         return self._stream.fileno()
 
     def tell(self, first: bytes) -> None:
-        """Send the line it waits for, which may be long."""
-        with contextlib.suppress(ConnectionError):  # it has ended; the next check reports it
+        """Send the line that the pod waits for, which may be long."""
+        with contextlib.suppress(ConnectionError):  # the pod has ended; the next check reports it
             self._stream.send_all(first)
 
     def send(self, data: bytes) -> int:
@@ -120,7 +120,7 @@ class PodContainer:
         )
 
     def reconnect(self) -> None:
-        """With its old address, like a cable plugged in again."""
+        """Attach the network again, with the old address, like a cable that is plugged in again."""
         self._engine.do(
             "connect a container",
             self._engine.client.api.connect_container_to_network,
@@ -157,8 +157,8 @@ class ContainerPods(PodGroup):
         curve: Curve,
         bare: bool = False,
     ) -> None:
-        """`curve`: keys of their connections, which the server must trust. `bare`: only quotas and links make blocks
-        take time; no answer waits until the model says it is due."""
+        """`curve`: keys of the pods' connections, which the server must trust. `bare`: only quotas and links make
+        blocks take time; no answer waits until it is due by the model."""
         super().__init__(fleet, count, absent)
         self._container_host = container_host
         self.started = 0
@@ -180,8 +180,8 @@ class ContainerPods(PodGroup):
         self.links = KernelLinks(container_host) if links == "kernel" else None
 
     def start(self) -> None:
-        """Start all of them, several at a time; shape their links; then send each its part of the fleet, and
-        they join."""
+        """Start all containers, several at a time; shape their links; then send each its part of the fleet, whose
+        devices join."""
         begun = time.monotonic()
         with ThreadPoolExecutor(THREADS) as pool:
             waiting = [pool.submit(self._start, pod) for pod in range(len(self._parts))]
@@ -213,7 +213,7 @@ class ContainerPods(PodGroup):
         self.started += 1
 
     def _throttle(self, allotments: Sequence[Allotment]) -> None:
-        """Set quotas for the devices' arithmetic or, where the engine's machine does not allow that, for whole
+        """Set quotas for the devices' arithmetic or, if the engine's machine does not allow that, for whole
         containers."""
         engine, handles = self._container_host.engine, self._handles
         pods = [
@@ -231,7 +231,7 @@ class ContainerPods(PodGroup):
                 list(pool.map(lambda pod, limits: pod.limit(limits.undivided), handles, allotments))
 
     def look_after(self) -> list[str]:
-        """A container that has ended is not restarted: its address and the links made for it are gone with it."""
+        """A container that has ended is not restarted: its address and its links are gone."""
         told = super().look_after()
         if self.links is not None:
             self.links.check()
@@ -242,7 +242,8 @@ class ContainerPods(PodGroup):
         return "modelled" if self.links is None else self.links.told()
 
     def reconnect(self, pod: int) -> None:
-        """The new interface has none of the old one's limits. A container that has died meanwhile needs none."""
+        """Also shape the new interface, which has none of the old one's limits. Does nothing if the container has died
+        meanwhile."""
         handle = self._handles[pod]
         try:
             if handle.code is None:
@@ -254,7 +255,7 @@ class ContainerPods(PodGroup):
                 raise
 
     def limits_told(self) -> str:
-        """The quotas, for people."""
+        """The quotas as text."""
         if self.allotments is None:
             return ""
         given = [limits.undivided if self._undivided else limits.arithmetic for limits in self.allotments]

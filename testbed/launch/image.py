@@ -1,4 +1,4 @@
-"""The device image: its sources, its build, and a base for it where no registry can be reached.
+"""The device image: its sources, its build, and a base for it if no registry can be reached.
 
 `cleave image` passes the Dockerfile and the few folders it needs to the engine. The base is an image that the engine
 has or can pull, or "debootstrap": a minimal Debian that debootstrap makes once on this host and keeps in its cache. In
@@ -41,7 +41,7 @@ def sources(root: Path = ROOT) -> list[Path]:
 
 
 def digest(root: Path = ROOT) -> str:
-    """Digest of the sources; the image carries it, so that an outdated image is noticed."""
+    """Digest of the sources; the image carries it, so that outdated images are noticed."""
     total = hashlib.sha256()
     for file in sources(root):
         total.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
@@ -110,7 +110,7 @@ def base_key() -> str:
 
 
 def cached_base(say: Say) -> Path:
-    """A tar file of the minimal Debian; takes about two minutes when it is not cached."""
+    """A tar file of the minimal Debian; takes about two minutes if it is not cached."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cleave"
     file = cache / f"base-{base_key()}.tar"
     if file.is_file():
@@ -141,7 +141,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _no_devices(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return None if member.isdev() and not member.isfile() else member  # the engine makes its own
+    return None if member.isdev() and not member.isfile() else member  # the engine makes its own device files
 
 
 def _wheels(folder: Path) -> list[Path]:

@@ -1,9 +1,9 @@
-"""Kernel links for the containers of a run: which devices are behind which interface, and how the kernel is told.
+"""Kernel links for the containers of a run: which devices are behind which interface, and how the kernel is configured.
 
 The device of a one-device container has the container's own address. A pod of many devices gets its own address range,
 with one address per device. A short-lived container that sees the engine's interfaces and processes, and may change
-them, does the work (`emulator.links.shaping`). So it also works on another machine, and for users who may use Docker
-without being root.
+them, does the work (`emulator.links.shaping`). So links also work with an engine on another machine, and for users who
+may use Docker without being root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from emulator.model.fleet import Fleet
 from emulator.model.link import NO_TRACE, LinkSpec, link_specs, links_to_json, plain_links
 from testbed.launch.container_host import ContainerHost
 
-INTERFACE = "eth*"  # an engine names a container's first interface eth0, and a reattached one eth1
+INTERFACE = "eth*"  # an engine names a container's first interface eth0, and a reattached interface eth1
 
 
 class AddressesTaken(UserError):
@@ -49,17 +49,17 @@ class KernelLinks:
         self._asked = 0
         self._pods: list[PodLinks] = []
         self._traces: list[Any] = []
-        self._following: dict[str, tuple[int, float]] = {}  # address -> its trace, and its initial offset in it
+        self._following: dict[str, tuple[int, float]] = {}  # address -> its trace, and its initial offset in the trace
         self._followed_since = 0.0
         self._changing = threading.Lock()
         self._follower: tuple[Any, Stream] | None = None  # the container that changes rates
         self.in_user_space: tuple[str, ...] = ()
         self.seconds = 0.0  # time taken by shaping, including the start of its container
-        self.netem = bool(self._ask("apply", [])["netem"])  # no links yet: only checks whether it could
+        self.netem = bool(self._ask("apply", [])["netem"])  # no links yet: only checks what the kernel can do
 
     def shape(self, fleet: Fleet, ends: Sequence[End]) -> list[dict[str, Any]]:
         """Shape the links of all devices, which are dealt out to these containers; returns what each pod needs to know
-        of its own."""
+        about its own links."""
         begun = time.monotonic()
         specs = link_specs(fleet.profiles, fleet.links or plain_links(len(fleet)))
         if len(ends) < len(fleet):
@@ -85,8 +85,8 @@ class KernelLinks:
         return told
 
     def _apply_behind_prefixes(self, specs: Sequence[LinkSpec], ends: Sequence[End]) -> dict[str, Any]:
-        """Pods of many devices: ranges that look free, and others where the kernel reports a conflict. The pods share
-        one range if it is large enough."""
+        """Pods of many devices: take address ranges that look free, and others if the kernel reports a conflict. The
+        pods share one range if it is large enough."""
         free = free_subnets(self._container_host.engine.used_ranges())
         most = -(-len(specs) // len(ends))
         while (first := next(free, None)) is not None:
@@ -114,10 +114,10 @@ class KernelLinks:
             self._spec("emulator.links.follow"), self._container_host.image
         )
         stream.send_all(json.dumps(told).encode() + b"\n")
-        self._follower = container, stream  # last: `check` must not read while this is being sent
+        self._follower = container, stream  # last: `check` must not read the stream while the traces are being sent
 
     def check(self) -> None:
-        """Raise if rates have stopped following their traces. Says nothing while the injector is replacing the
+        """Raise if rates have stopped following their traces. Checks nothing while the injector replaces the
         follower."""
         if self._changing.acquire(blocking=False):
             try:
@@ -128,7 +128,7 @@ class KernelLinks:
                 self._changing.release()
 
     def again(self, pod: int) -> None:
-        """Shape again, for a container that has a new interface."""
+        """Shape the links of a container with a new interface again."""
         with self._changing:
             self.close()
             self._ask("clear", [self._pods[pod]])
@@ -144,7 +144,7 @@ class KernelLinks:
             self._follower = None
 
     def told(self) -> str:
-        """For people, and for the summary."""
+        """Text for the display and the summary."""
         if not self.in_user_space:
             return "shaped by the kernel"
         return f"rates shaped by the kernel, {', '.join(self.in_user_space)} held in user space (no netem there)"

@@ -1,5 +1,5 @@
-"""The owner of a run: this machine and this process, as text that outlives both. `cleave clean` checks if it is
-alive."""
+"""The owner of a run: this machine and this process, as text that outlives both. `cleave clean` checks whether the
+owner is alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def this_process() -> str:
 
 
 def alive(owner: str) -> bool:
-    """Does the process still run? A process of another machine counts as gone: it cannot be checked from here."""
+    """Whether the process still runs. A process of another machine counts as gone: it cannot be checked from here."""
     try:
         machine, pid, created = owner.rsplit("/", 2)
         return machine == platform.node() and abs(psutil.Process(int(pid)).create_time() - float(created)) < 1.0

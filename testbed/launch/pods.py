@@ -1,9 +1,9 @@
 """The pods of a run as the testbed sees them: orders to them, reports from them, and which of them have died.
 
-The same for pods that are processes (`testbed.launch.processes`) and pods that are containers
-(`testbed.launch.container_pods`): both are handles with an input, an output and an end. Orders (`emulator.pods.faults`)
-go to a pod's standard input; its reports come from its standard output. Neither ever blocks: data that a pipe does not
-accept waits here for the next call of `exchange`.
+Pods that are processes (`testbed.launch.processes`) and pods that are containers (`testbed.launch.container_pods`) look
+the same here: both are handles with an input, an output and an end. Orders (`emulator.pods.faults`) go to a pod's
+standard input; its reports come from its standard output. Neither ever blocks: data that a pipe does not accept waits
+here for the next call of `exchange`.
 
 A pod that ends during the run is a loss, however it ended. `look_after` restarts it as often as the scenario allows
 (`launch.restarts`), unless the scenario itself ended it.
@@ -46,17 +46,17 @@ class Handle(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """On this machine; None if it is on another one."""
+        """Process id on this machine; None if the pod is on another machine."""
         ...
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The pod's exit code; None while it runs."""
         ...
 
     def fileno(self) -> int: ...
     def send(self, data: bytes) -> int:
-        """Bytes accepted; BlockingIOError: none at present, BrokenPipeError: it has ended."""
+        """Bytes accepted; BlockingIOError: none at present, BrokenPipeError: the pod has ended."""
         ...
 
     def receive(self) -> bytes | None:
@@ -65,7 +65,7 @@ class Handle(Protocol):
 
     def last_words(self) -> str: ...
     def fate(self) -> str:
-        """How a pod that has ended came to its end, as far as is known."""
+        """How the pod ended, as far as is known."""
         ...
 
     def kill(self) -> None: ...
@@ -121,18 +121,18 @@ def line_of(part: Mapping[str, Any]) -> bytes:
 
 class PodGroup:
     def __init__(self, fleet: Fleet, count: int, absent: Iterable[int] = (), restarts: int = 0) -> None:
-        """`count`: pods over which the fleet's devices are dealt; `absent` devices are away at first. `restarts`: how
-        often each pod is restarted."""
+        """`count`: pods that share the fleet's devices; `absent` devices are away at first. `restarts`: how often each
+        pod may be restarted."""
         self.fleet = fleet
         self._count = count
         self._lock = threading.Lock()  # the injector exchanges while the watcher restarts pods
         self.deaths: list[Death] = []
         self._restarts_left = [restarts] * count
-        self._away: set[int] = set(absent)  # devices of the fleet that are absent or were told to go
-        self._killed: set[int] = set()  # as the scenario asked
-        self._exhausted: set[int] = set()  # told to exhaust their memory: the kernel will kill them
-        self._given_up: set[int] = set()  # they have ended and are not restarted
-        self._ended: set[int] = set()  # no more reports will come
+        self._away: set[int] = set(absent)  # devices of the fleet that are absent or were told to leave
+        self._killed: set[int] = set()  # pods killed because the scenario asked for it
+        self._exhausted: set[int] = set()  # pods told to exhaust their memory: the kernel will kill them
+        self._given_up: set[int] = set()  # pods that have ended and are not restarted
+        self._ended: set[int] = set()  # pods that will send no more reports
         self._outbox = [b""] * count
         self._inbox = [b""] * count
 
@@ -141,12 +141,12 @@ class PodGroup:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """They end by themselves when the server says goodbye; the rest are terminated."""
+        """Pods end by themselves when the server says goodbye; terminate the rest."""
         raise NotImplementedError
 
     @property
     def links_told(self) -> str:
-        """What the devices' links are, for the summary."""
+        """Description of the devices' links, for the summary."""
         return "modelled"
 
     def __len__(self) -> int:
@@ -154,12 +154,12 @@ class PodGroup:
 
     @property
     def codes(self) -> list[int | None]:
-        """Exit code of each pod, the negative signal if one ended it; None while it runs."""
+        """Exit code of each pod, negative if a signal ended it; None while it runs."""
         return [handle.code for handle in self._handles]
 
     def check(self) -> list[str]:
-        """Before all devices have joined: raise if a pod has ended by itself, because it would fail again. A killed pod
-        is restarted if allowed; one line for each."""
+        """Before all devices have joined: raise if a pod has ended by itself, because it would fail again. Restart a
+        killed pod if allowed. Returns one line per ended pod."""
         for pod, handle in enumerate(self._handles):
             crashed = handle.code is not None and handle.code < 0 and self._restarts_left[pod]
             if pod not in self._killed and handle.code is not None and not crashed:
@@ -171,7 +171,7 @@ class PodGroup:
 
     def look_after(self) -> list[str]:
         """While the run goes on: a pod that has ended (SIGSEGV, kill -9, out of memory, an error) is lost like any
-        device and does not end the run. One line for each; pods are restarted where allowed."""
+        device and does not end the run. Restart it if allowed. Returns one line per ended pod."""
         told = []
         for pod, handle in enumerate(self._handles):
             with self._lock:
@@ -185,7 +185,7 @@ class PodGroup:
                     continue
                 if left:
                     self._restarts_left[pod] -= 1
-                    self._outbox[pod] = self._inbox[pod] = b""  # from the process that is gone
+                    self._outbox[pod] = self._inbox[pod] = b""  # they belonged to the ended process
                     restarted = self._start_again(pod)
                     self._ended.discard(pod)
                 if not restarted:
@@ -199,7 +199,7 @@ class PodGroup:
         return told
 
     def _start_again(self, pod: int) -> bool:
-        """Restart it with its devices that are not away; False if that is impossible."""
+        """Restart the pod with its devices that are not away; False if that is impossible."""
         return False
 
     # ---- faults
@@ -213,7 +213,7 @@ class PodGroup:
         return index * self._count + pod
 
     def order(self, pod: int, order: Mapping[str, Any]) -> None:
-        """Queued for the next `exchange`."""
+        """Queue an order for the next `exchange`."""
         named = {self.device(pod, index) for index in order.get("devices", ())}
         with self._lock:
             if order["do"] in ("leave", "vanish"):
@@ -225,7 +225,7 @@ class PodGroup:
             self._outbox[pod] += line_of(order)
 
     def kill(self, pod: int) -> None:
-        """kill -9, on purpose: its devices are lost, it stays dead, and the run goes on."""
+        """kill -9, on purpose: the pod's devices are lost, it stays dead, and the run goes on."""
         with self._lock:
             self._killed.add(pod)
             self._outbox[pod] = b""
@@ -239,14 +239,14 @@ class PodGroup:
         self._handles[pod].resume()
 
     def disconnect(self, pod: int) -> None:
-        """Pull its cable: it runs, but its messages go nowhere."""
+        """Detach the pod from the network: it runs, but its messages go nowhere."""
         self._handles[pod].disconnect()
 
     def reconnect(self, pod: int) -> None:
         self._handles[pod].reconnect()
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
-        """Send waiting orders, and take the reports that are there or come within `wait_s`: (pod, report)."""
+        """Send waiting orders, and return reports that are available or arrive within `wait_s`: (pod, report)."""
         with self._lock:
             handles = list(self._handles)
             for pod, handle in enumerate(handles):
@@ -254,9 +254,9 @@ class PodGroup:
                     try:
                         sent = handle.send(self._outbox[pod])
                     except BlockingIOError:
-                        continue  # the pipe is full; later
+                        continue  # the pipe is full; try again later
                     except BrokenPipeError:
-                        sent = len(self._outbox[pod])  # it has ended; `look_after` handles it
+                        sent = len(self._outbox[pod])  # the pod has ended; `look_after` handles it
                     self._outbox[pod] = self._outbox[pod][sent:]
             pods = {handle.fileno(): pod for pod, handle in enumerate(handles) if pod not in self._ended}
         reports: list[tuple[int, dict[str, Any]]] = []
@@ -268,7 +268,7 @@ class PodGroup:
             received = handles[pod].receive()
             with self._lock:
                 if self._handles[pod] is not handles[pod]:
-                    continue  # it was restarted meanwhile
+                    continue  # the pod was restarted meanwhile
                 if received is None:
                     self._ended.add(pod)
                     continue

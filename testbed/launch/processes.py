@@ -1,6 +1,6 @@
 """Pods as processes of this machine: started together, watched, and gone when the run is over, whatever happens.
 
-A pod knows from its standard input, which stays open as long as this process lives, that its run is alive.
+A pod's standard input stays open as long as this process lives; it tells the pod that its run is alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST_WORDS = 4096  # bytes kept of a pod's standard error; the rest is read and 
 
 
 def models_of(fleet: Fleet, labels: Sequence[str]) -> Models | None:
-    """The fleet's models in the order in which devices with these labels joined; real devices among them have none."""
+    """The fleet's models in the order in which devices with these labels joined; real devices have none."""
     if fleet.models is None:
         return None
     joined = _places(fleet, labels)
@@ -59,7 +59,7 @@ class PodProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # we handle Ctrl-C and tell them
+            start_new_session=True,  # this process handles Ctrl-C and ends the pods
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -83,10 +83,10 @@ class PodProcess:
         return self._output.fileno()
 
     def _tell(self, first: bytes) -> None:
-        """In a thread: the pod reads only once it has loaded its imports. Others start meanwhile, and a pod that never
-        reads blocks no one."""
+        """In a thread: the pod reads only once it has loaded its imports. Other pods start meanwhile, and a pod that
+        never reads blocks nothing."""
         rest = memoryview(first)
-        with contextlib.suppress(OSError):  # it has ended, which is noticed elsewhere
+        with contextlib.suppress(OSError):  # the pod has ended, which is noticed elsewhere
             while rest:
                 rest = rest[os.write(self._input.fileno(), rest) :]
             os.set_blocking(self._input.fileno(), False)
@@ -108,14 +108,14 @@ class PodProcess:
             read += more
 
     def _listen(self) -> None:
-        """An unread pipe is full after 64 KiB, and blocks the process that writes to it."""
+        """Read the pod's standard error: an unread pipe is full after 64 KiB and blocks the pod."""
         assert self.process.stderr is not None
         while more := os.read(self.process.stderr.fileno(), 1 << 16):
             self._words = (self._words + more)[-LAST_WORDS:]
 
     def last_words(self) -> str:
         if self.code is not None:
-            self._listener.join(1.0)  # it sees the end of the stream
+            self._listener.join(1.0)  # the thread ends at the end of the stream
         return self._words.decode(errors="replace")
 
     def fate(self) -> str:
@@ -163,9 +163,9 @@ class Pods(PodGroup):
         pod_pass: Mapping[str, Any] | None = None,
         restarts: int = 0,
     ) -> None:
-        """`absent` devices of the fleet are away at first; `scale`: of the clock, the same as the server's; `curve`:
-        keys of encrypted connections, which the server must trust; `pod_pass`: the server's pass for this machine;
-        `restarts`: how often each pod is restarted."""
+        """`absent` devices of the fleet are away at first; `scale`: the clock's scale, the same as the server's;
+        `curve`: keys of encrypted connections, which the server must trust; `pod_pass`: the server's pass for this
+        machine; `restarts`: how often each pod may be restarted."""
         super().__init__(fleet, count, absent, restarts)
         self._curve, self._pod_pass = curve, pod_pass
         self._environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -195,8 +195,7 @@ class Pods(PodGroup):
         return self._running
 
     def _start_again(self, pod: int) -> bool:
-        """Runs in the caller's thread, which must outlive the pod: Linux ends the pod with the thread that
-        started it."""
+        """Runs in the caller's thread, which must outlive the pod: Linux ends a pod with the thread that started it."""
         if self._stopping:
             return False
         part = part_of(self.fleet, pod, self._count, self._away, self._curve, self._pod_pass)
@@ -209,7 +208,7 @@ class Pods(PodGroup):
         return True
 
     def end(self) -> None:
-        """Ask them to leave, where no server will say goodbye."""
+        """Ask the pods to leave, if no server will say goodbye."""
         for pod in self._running:
             pod.process.terminate()
 

@@ -1,7 +1,7 @@
 """Charts as inline SVG, and the few lines of HTML they need: no scripts, no files, no network.
 
-Colours come from the page's style (classes `one` and `two`, `curve`, `grid`, `axis`), so that they follow light and
-dark mode. `element` escapes everything that is not markup, so no raw text reaches the page.
+Colours come from the page's style (classes `one` and `two`, `curve`, `grid`, `axis`) and follow light and dark mode.
+`element` escapes everything that is not markup, so no raw text reaches the page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Markup(str):
 
 
 def element(tag: str, *children: str | Iterable[str], **attributes: object) -> Markup:
-    """<tag ...>children</tag>; `class_` and the like lose their underscore, `stroke_width` becomes stroke-width."""
+    """<tag ...>children</tag>; a trailing underscore (`class_`) is dropped, `stroke_width` becomes stroke-width."""
     given = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items())
     inside = "".join(_markup(child) for child in children)
     return Markup(f"<{tag}{given}>{inside}</{tag}>")
@@ -123,7 +123,7 @@ def line_chart(series: Sequence[Series], from_zero: bool = False) -> Markup:
 
 
 def histogram(seconds: Array) -> Markup:
-    """Number of blocks by duration; those above the 99th percentile are in the last bar."""
+    """Number of blocks by duration; the last bar holds the blocks above the 99th percentile."""
     seconds = seconds[np.isfinite(seconds)]
     if not len(seconds):
         return element("p", "no block has such a time in this run", class_="note")
@@ -162,7 +162,7 @@ _ALONE = """text { font: 12px system-ui, sans-serif; fill: #333 } .grid { stroke
 
 
 def area_chart(title: str, end: float, x_unit: str, shares: Sequence[float], y_unit: str) -> Markup:
-    """Means over equal parts of 0 to `end`, as a separate file, which brings its own style."""
+    """Means over equal parts of 0 to `end`, as a separate file with its own style."""
     axes = Axes(0.0, end, 0.0, 1.08 * max(shares) or 1.0)
     part = end / len(shares)
     corners = [(0.0, 0.0)]
@@ -181,7 +181,7 @@ def area_chart(title: str, end: float, x_unit: str, shares: Sequence[float], y_u
 
 
 def scatter_chart(title: str, measured_s: Sequence[float], predicted_s: Sequence[float]) -> Markup:
-    """Predicted against measured times, both logarithmic, as a separate file; the diagonal is exact."""
+    """Predicted against measured times, both logarithmic, as a separate file; points on the diagonal are exact."""
     xs, ys = [math.log10(x) for x in measured_s], [math.log10(y) for y in predicted_s]
     low, high = min(*xs, *ys) - 0.1, max(*xs, *ys) + 0.1
     axes = Axes(low, high, low, high)

@@ -1,4 +1,4 @@
-"""The results folder of a run: files that one line of pandas or duckdb reads, and a summary for people. No pickle."""
+"""The results folder of a run: files that one line of pandas or duckdb reads, and a readable summary. No pickle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Summary:
     first_step_s: float
     products_per_step: int
     flops_done: int  # by devices
-    flops_reference: int  # counted in the plain PyTorch run
+    flops_reference: int  # counted in the plain PyTorch run; with shapes only, in the captured graph
     blocks: int
     devices_used: int
     bytes_down: int  # to devices, each slab charged to every device that needs it
@@ -65,14 +65,14 @@ class Summary:
     lost_devices: int
     real_devices: dict[str, int]  # every real device that joined: name -> blocks returned; see ps/transport/roster.py
     basis: dict[str, int]  # provenance of the emulated devices' figures
-    links: str  # modelled or by the kernel, and which effects are not
+    links: str  # modelled or shaped by the kernel, and which effects user space provides instead
     training_host_s: float  # real seconds of all steps; the steps' own seconds are device time
     fidelity: dict[str, Any]
     verdict: str
     memory_bytes: int = 0
     total_s: float = 0.0  # real seconds of the whole run
     reasons: list[str] = field(default_factory=list)
-    recovery: dict[str, float] = field(default_factory=dict)  # all departures; and those of devices with work
+    recovery: dict[str, float] = field(default_factory=dict)  # all departures, and recovery times of devices with work
     verification: dict[str, float] = field(default_factory=dict)
     late_blocks_helped: int = 0  # overdue blocks that got a speculative copy
     suspended: dict[str, str] = field(default_factory=dict)  # device -> why
@@ -81,7 +81,7 @@ class Summary:
     device_files: list[str] = field(default_factory=list)  # kinds for other scenarios, made from real devices
     audit: dict[str, Any] = field(default_factory=dict)  # faults and churn: injected against requested
     audit_line: str = ""  # the same in one line
-    fleet: dict[str, Any] = field(default_factory=dict)  # devices that worked: at the start, at the end, at least
+    fleet: dict[str, Any] = field(default_factory=dict)  # devices present at the start, at the end, at the minimum
     incomplete: list[str] = field(default_factory=list)  # why there is less than requested: steps, files
     version: int = RESULTS_VERSION
 
@@ -124,13 +124,13 @@ def environment() -> dict[str, Any]:
 
 
 class EventLog:
-    """events.jsonl: one line per event, written as it happens, stamped in device time. A line that cannot be written is
-    lost and noted in `keeping`; when there is space again, the next event is written."""
+    """events.jsonl: one line per event, written at once, stamped in device time. A line that cannot be written is lost
+    and noted in `keeping`; once there is space again, later events are written."""
 
     def __init__(self, path: Path, clock: Clock | None = None, keeping: Keeping | None = None) -> None:
         self._file = path.open("wb", buffering=0)
         self._name, self._keeping = path.name, keeping
-        self._lock = threading.Lock()  # server, injector and watchdog have their own threads
+        self._lock = threading.Lock()  # server, injector and watchdog write from their own threads
         self._torn = False  # the last line is incomplete
         self._clock = clock or WallClock()
         self._begun_ns = self._clock.now_ns()
@@ -158,7 +158,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity; null means that there is no number."""
+    """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -182,7 +182,7 @@ def write_blocks(
 
 
 def write_ledger(path: Path, columns: Mapping[str, NDArray[Any]], labels: list[str], links: str) -> None:
-    """One row per device: asked against achieved, over which links."""
+    """One row per device: requested against achieved, and the kind of links."""
     table = {name: pyarrow.array(values) for name, values in columns.items()}
     table["links"] = pyarrow.array([links] * len(columns["device"]), pyarrow.string())
     table["device_name"] = pyarrow.array([labels[device] for device in columns["device"].tolist()], pyarrow.string())

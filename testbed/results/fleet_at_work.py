@@ -11,7 +11,7 @@ from ps.transport.attendance import LOST, Attendance
 from testbed.launch.pods import Death
 from testbed.runs.scenario import Scenario
 
-SHOWN = 5  # causes per kind that are listed one by one
+SHOWN = 5  # most causes listed per kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Begun:
 
     emulated: int
     real: int
-    lost: int  # emulated devices, before that
+    lost: int  # emulated devices lost before the first step
     suspended: int
     arrived: int
-    deaths: int = 0  # of pods, before that
+    deaths: int = 0  # of pods, before the first step
 
     @classmethod
     def of(cls, attendance: Attendance, suspended: int, deaths: int = 0) -> Begun:
@@ -40,14 +40,14 @@ def worked(
     deaths: Sequence[Death],
     stood_still_s: Sequence[float],
 ) -> Worked:
-    """`asked`: emulated devices present at the start, by the scenario. `suspended`: the reason for each suspended
-    device."""
+    """`asked`: emulated devices that the scenario wants present at the start. `suspended`: the reason for each
+    suspended device."""
     real = len(attendance.present)
     disturbed = bool(scenario.faults or scenario.churn)
     unasked = [_died(death) for death in deaths[:SHOWN]]
     if len(deaths) > SHOWN:
         unasked.append(f"{len(deaths) - SHOWN} more pods ended")
-    # devices that a scenario takes away are lost as well; other losses at that time cannot be told from them
+    # devices that a scenario takes away also count as lost, and other losses cannot be told apart from them
     taken = sum(death.devices for death in deaths[begun.deaths :])
     silent = 0 if disturbed else _emulated_lost(attendance) - begun.lost - taken
     if silent > 0:

@@ -1,8 +1,8 @@
-"""Makes a finished run visible: trace.json for a timeline, report.html for everything else.
+"""Visualizes a finished run: trace.json for a timeline, report.html for everything else.
 
 Reads only the results folder (blocks.parquet, steps.csv, summary.json); starts nothing, uses no network. The trace
-opens in ui.perfetto.dev and chrome://tracing. Its size is bounded, and it says what it leaves out. The page is one file
-without scripts. Names in it may come from untrusted devices, so everything is escaped.
+opens in ui.perfetto.dev and chrome://tracing. Its size is bounded, and it states what it leaves out. The page is one
+file without scripts. Names in it may come from untrusted devices, so everything is escaped.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def _read_blocks(path: Path) -> tuple[dict[str, Array], dict[str, list[str]]]:
             names[name] = values.dictionary.to_pylist()
             values = values.indices
         columns[name] = values.to_numpy(zero_copy_only=False)[order]
-    marked = "real" in table.column_names  # runs of earlier releases do not have it
+    marked = "real" in table.column_names  # runs of earlier releases do not have this column
     columns["real"] = table["real"].to_numpy()[order] if marked else np.isnan(columns["due_s"])
     return columns, names
 
 
 def _spans(key: Array, blocks: dict[str, Array]) -> list[Span]:
-    """From the first block sent to the last one received, for each value of `key`; earliest first."""
+    """From the first block sent to the last block received, for each value of `key`; earliest first."""
     keys, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     end = np.full(len(keys), -np.inf)
     np.maximum.at(end, inverse, blocks["received_s"])
@@ -124,7 +124,7 @@ def write_trace(folder: Path, path: Path | None = None) -> Path:
 
 
 def trace_events(run: Finished) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The events, and what is not among them."""
+    """The events, and a record of what was left out."""
     blocks, tracks = run.blocks, Tracks()
     tracks.begin_group("training")
     steps, jobs = _spans(blocks["step"], blocks), _spans(blocks["job"], blocks)
@@ -171,7 +171,7 @@ def trace_events(run: Finished) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 class Tracks:
     """Trace events so far. Slices of one track may not overlap (viewers would draw them as nested calls, or drop them),
-    so overlapping ones get further tracks below the first, up to TRACE_LANES."""
+    so overlapping slices go to further tracks below the first, up to TRACE_LANES."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -230,7 +230,8 @@ def _counter(group: int, blocks: dict[str, Array]) -> list[dict[str, Any]]:
 
 
 def _lanes(spans: Sequence[tuple[float, float]]) -> list[int | None]:
-    """A lane for each span, sorted by their start, such that no two overlap in a lane; None beyond the last lane."""
+    """A lane for each span, such that no two spans overlap in a lane; None if no lane is free. Spans are sorted by
+    start."""
     free = list(range(TRACE_LANES))  # a sorted list is a heap
     busy: list[tuple[float, int]] = []
     lanes: list[int | None] = []

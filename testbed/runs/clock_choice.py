@@ -1,4 +1,4 @@
-"""Chooses the clock of a run: "auto" is real time where this host keeps up with it, and slower where it does not."""
+"""Chooses the clock of a run: "auto" is real time if this host keeps up, and slower if it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Chosen:
 
 
 def choose(asked: ClockSection, probe: Callable[[float], Fidelity]) -> Chosen:
-    """`probe` runs one step at a scale; called only if there is something to choose."""
+    """`probe` runs one step at a scale; it is called only for "auto"."""
     if asked.kind != "auto":
         return Chosen(asked.kind, asked.scale, asked.arithmetic, "as asked")
     seen = probe(1.0)

@@ -1,4 +1,4 @@
-"""Runs Python's garbage collector between steps, when nothing waits for this process."""
+"""Runs Python's garbage collector between steps, when no device waits for this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_between_steps() -> Iterator[None]:
-    """The garbage collector would stop the server for a quarter of a second now and then. Objects that exist now are
-    frozen; what a step leaves behind is collected between steps."""
+    """The garbage collector would occasionally stop the server for a quarter of a second. Freeze the objects that
+    exist now; collect each step's garbage between steps."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -23,8 +23,8 @@ def collecting_between_steps() -> Iterator[None]:
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """Disable the garbage collector while devices join: thousands of new objects would make it search all of PyTorch's,
-    which takes 0.3 s."""
+    """Disable the garbage collector while devices join: thousands of new objects would make it scan all of PyTorch's
+    objects, which takes 0.3 s."""
     gc.disable()
     try:
         yield

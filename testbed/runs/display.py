@@ -31,8 +31,7 @@ class Display:
         self.print(Text.assemble((f"{time.monotonic() - self._begun:7.1f} s", "dim"), "  ", text))
 
     def print(self, what: object) -> None:
-        """Training is worth more than its log: if the disk is full or the reader is gone, the run goes on and prints
-        nothing more."""
+        """Training matters more than its log: if the disk is full or the reader is gone, the run continues silently."""
         target = self._progress.console if self._progress is not None else self.console
         try:
             target.print(what, soft_wrap=isinstance(what, str | Text))

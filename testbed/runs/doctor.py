@@ -1,8 +1,8 @@
-"""`cleave doctor`: what this host can do, what replaces the rest, and how many devices it emulates honestly.
+"""`cleave doctor`: what this host can do, what replaces missing features, and how many devices it emulates honestly.
 
 Facts come from a few harmless commands; kernel features are tried in a network namespace that ends with the command.
-The largest honest number of devices is found by short trial steps in real time (`testbed.runs.trial_step`): double or
-halve the scenario's number until the answer changes, then bisect; a number counts as too many only if it fails twice.
+Short trial steps in real time (`testbed.runs.trial_step`) find the largest honest number of devices: double or halve
+the scenario's number until the answer changes, then bisect; a number counts as too many only if it fails twice.
 Everything that touches the host is passed in.
 """
 
@@ -30,7 +30,7 @@ from emulator.model.fidelity import STRETCH_ALLOWED, Fidelity
 COMMAND_LIMIT_S = 5.0
 MOST_DEVICES = 65_536
 CLOSE = 1.15  # bisect until the ends of the interval are this close
-# A run is longer than a trial step, and never quite like it: what is called honest keeps a margin to what is allowed.
+# A run is longer than a trial step and never quite like it, so "honest" keeps a margin below the allowed stretch.
 STRETCH_ENOUGH = 1.0 + 0.85 * (STRETCH_ALLOWED - 1.0)
 
 Try = Callable[[Sequence[str]], bool]
@@ -42,7 +42,7 @@ class Fact:
     name: str
     value: str
     fine: bool = True
-    instead: str = ""  # what replaces it where it is missing, or what to do about it
+    instead: str = ""  # what replaces a missing feature, or what to do about it
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class HonestFleet:
     probes: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     scale: float = 1.0  # of the clock, for the scenario's own number
-    causes: list[str] = field(default_factory=list)  # what limits it
+    causes: list[str] = field(default_factory=list)  # what limits the number of devices
 
 
 # ---- facts
@@ -71,7 +71,7 @@ def try_command(command: Sequence[str]) -> bool:
 
 
 def facts(attempt: Try = try_command, has: Callable[[str], str | None] = shutil.which) -> list[Fact]:
-    """What this host has. A feature whose program is missing counts as missing, and says so."""
+    """What this host has. A feature whose program is not installed counts as missing; its fact says so."""
     memory = psutil.virtual_memory()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = math.inf if files[1] == resource.RLIM_INFINITY else files[1]
@@ -186,7 +186,7 @@ def largest_honest(
 
 
 def advice(found: HonestFleet) -> list[str]:
-    """What to change if that is not enough."""
+    """What to change if this host cannot emulate the scenario's devices in real time."""
     if found.devices >= found.asked:
         if found.too_many is None:
             return [f"no limit was found: up to {found.devices:,} devices the host keeps up"]

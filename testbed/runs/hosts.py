@@ -77,7 +77,7 @@ class Launcher(Protocol):
     """How pods are started."""
 
     def pods_at(self, port: int) -> str | None:
-        """Address where the server must listen for pods outside this machine; None: there are none."""
+        """Address where the server must listen for pods outside this machine; None if there are no such pods."""
         ...
 
     def start(self, place: Place, server: Server, scale: float, display: Display) -> PodGroup:
@@ -145,8 +145,8 @@ class OnThisMachine:
 
 
 class InContainers:
-    """Pods are containers of a Docker engine. They join from their own addresses, encrypted, with a key that the server
-    trusts for this run."""
+    """Pods are containers of a Docker engine. Their devices join from the containers' own addresses, encrypted, with a
+    key that the server trusts for this run."""
 
     def __init__(self, container_host: ContainerHost) -> None:
         self._container_host = container_host
@@ -177,7 +177,7 @@ class InContainers:
 
 @contextmanager
 def launcher(asked: Launch, pods: int) -> Iterator[Launcher]:
-    """Whatever is needed to start pods as the scenario asks; removed afterwards."""
+    """Prepare what the scenario's pods need to start; remove it afterwards."""
     if asked.kind == "processes":
         yield OnThisMachine()
         return
@@ -209,7 +209,7 @@ def on_pods(
         server.stop()
         raise
     watch = Watchdog(server, parse_duration(place.scenario.training.wait_for_devices), notice)
-    # the watchdog ends last: pods that it has restarted end with its thread
+    # the watchdog ends last: pods that it restarted end with its thread
     with watch, _ended(pods), serving_files(place.scenario, server, display):
         try:
             with (
@@ -248,8 +248,7 @@ def _ended(pods: PodGroup) -> Iterator[None]:
 
 @contextmanager
 def serving_files(asked: Scenario, server: Server, display: Display) -> Iterator[None]:
-    """Serve what phones install and, if it is signed, the update for outdated agents; only if the scenario asks for
-    it."""
+    """If the scenario asks for it, serve what phones install and, if signed, the update for outdated agents."""
     port = asked.server.files
     if not port:
         yield

@@ -1,7 +1,6 @@
-"""Ctrl-C and SIGTERM. The first is raised as KeyboardInterrupt in the main thread and also remembered: an exception
-raised inside foreign code may be swallowed there, a flag is not. From then on the run is ending, and further signals do
-not interrupt that. Cleaning up at the end of an undisturbed run (`held`) is not interrupted either: the signal is
-raised afterwards.
+"""Ctrl-C and SIGTERM. The first signal raises KeyboardInterrupt in the main thread and also sets a flag, because
+foreign code may swallow the exception. From then on the run is ending, and further signals do not interrupt its end.
+Nor does a signal interrupt the cleanup after an undisturbed run (`held`): KeyboardInterrupt is raised afterwards.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ def install() -> None:
 
 
 def ending() -> None:
-    """Call when everything but this process has ended. Python restores the signals' default handlers while it shuts
-    down: one more signal would kill it, and its exit code would be lost."""
+    """Call when everything but this process has ended. Python restores the default signal handlers while it shuts
+    down: one more signal would kill the process, and its exit code would be lost."""
     if _asked_s is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 def asked_s() -> float | None:
-    """When the interrupt was requested; None if it was not."""
+    """Time of the first signal; None if there was none."""
     return _asked_s
 
 
@@ -45,7 +44,7 @@ def check() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Do not interrupt this block: ending processes, removing containers. Only for what takes seconds."""
+    """Do not interrupt this block: ending processes, removing containers. Only for work of a few seconds."""
     global _holding, _due
     _holding += 1
     try:

@@ -1,4 +1,4 @@
-"""Load of the host during the steps: CPU time, steal time, and this run's part of it. Two samples, no thread."""
+"""Load of the host during the steps: CPU time, steal time, and this run's share. Two samples, no thread."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Real devices of a run: waiting for the required number, and keeping their profiles, to emulate them later.
 
-What a device measured when it joined becomes `devices/NAME.json`, a profile for `cleave calibrate` and `cleave twin`,
-and `devices/NAME.toml`, a kind for scenarios: `fleet.kinds = { "runs/.../devices/NAME.toml" = 1.0 }`. A profile is
-untrusted text: invalid values are left out, and a profile that would take long to fit is not fitted.
+The measurements that a device sends when it joins become `devices/NAME.json`, a profile for `cleave calibrate` and
+`cleave twin`, and `devices/NAME.toml`, a kind for scenarios: `fleet.kinds = { "runs/.../devices/NAME.toml" = 1.0 }`.
+A profile is untrusted text: invalid values are left out, and a profile that would take long to fit is not fitted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from testbed.twins.calibrate import device_file, file_name, text_literal
 
 log = logging.getLogger(__name__)
 
-MOST_SHAPES = 300  # of a profile that is fitted: the time grows with their cube
+MOST_SHAPES = 300  # per fitted profile: the time of a fit grows with the cube of its shapes
 MOST_FITS = 16  # profiles fitted per run
-FITTING_S = 60.0  # no further fit begins after this; one takes 6 to 14 s on two cores
+FITTING_S = 60.0  # no further fit begins after this; a fit takes 6 to 14 s on two cores
 PAUSE_S = 0.25
 
 
 class PhonesError(Failure):
-    """Fewer real devices than the run needs; the text says how one joins."""
+    """Fewer real devices than the run needs; the text says how a device joins."""
 
 
 def wait_for_phones(server: Server, count: int, patience_s: float, display: Display) -> None:
-    """Wait until `count` real devices have joined, including those that already have."""
+    """Wait until `count` real devices are present, including those that have already joined."""
     attendance, deadline = server.attendance, time.monotonic() + patience_s
 
     def there() -> str:
@@ -92,9 +92,9 @@ def write_devices(
     keeping: Keeping,
     now_s: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Write the files of all real devices. First each device's two figures; then models are fitted, once per measured
-    profile, however often a device has joined, and within limits: a device that is not fitted keeps its two figures,
-    and `cleave calibrate` can fit it later. Returns the names of the kinds."""
+    """Write the files of all real devices: first each device's two figures; then fitted models, one fit per measured
+    profile, however often a device has joined, and within limits. A device without a fit keeps its two figures, and
+    `cleave calibrate` can fit it later. Returns the names of the kinds."""
     kinds: dict[Path, str] = {}
     to_fit: dict[str, list[Path]] = {}  # profile -> devices with that profile
     for device in sorted(attendance.real):
@@ -122,7 +122,7 @@ def _fit_all(
     keeping: Keeping,
     now_s: Callable[[], float],
 ) -> None:
-    """Of devices with the same profile, only the first is fitted."""
+    """Fit one model per group of devices with the same profile."""
     begun_s, done = now_s(), 0
     display.say("results are written; fitting models to the real devices, which may be interrupted")
     with display.phase("fitting real devices", lambda: done / len(groups), lambda: f"{done} of {len(groups)} profiles"):

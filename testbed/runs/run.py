@@ -55,7 +55,7 @@ LOSS_TOLERANCE = 1e-4
 
 def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summary]:
     begun = time.monotonic()
-    interrupts.check()  # importing PyTorch may have swallowed it
+    interrupts.check()  # importing PyTorch may have swallowed the exception
     config = model_config(scenario.model.name, Path(scenario.model.config) if scenario.model.config else None)
     text = read_text(scenario.data.text)
     _check_sizes(config, scenario)
@@ -77,7 +77,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     place = Place(scenario, fleet, pod_count, absent, planner)
     clock = ScaledClock(scale)
     with ExitStack() as stack:
-        # what may fail comes before the folder is created
+        # create the folder only after what may fail
         if virtual:
             modelled = virtual_server(place)
         else:
@@ -131,7 +131,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         keeping.write(folder / "summary.json", lambda path: write_json(path, asdict(summary)))
         keeping.write(folder / "summary.txt", lambda path: write_summary_text(path, summary))
 
-    # small, quick files first: they exist whatever happens next
+    # small, quick files first: they exist even if a later one fails
     keeping.write(folder / "steps.csv", lambda path: write_steps(path, trained.rows))
     keep_summary()
     if columns:
@@ -141,7 +141,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
         if blocks.exists():
             keeping.write(folder / "trace.json", lambda path: write_trace(folder, path))
         else:
-            keeping.without("trace.json", "report.html")  # they are made from it
+            keeping.without("trace.json", "report.html")  # both are made from the blocks
     summary.device_files = write_devices(folder, attendance, labels, host.server.profiles, display, keeping)
     keep_summary()
     if columns and "report.html" not in keeping.missing:
@@ -153,7 +153,7 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
 def _mark_incomplete(summary: Summary, keeping: Keeping, trained: Trained) -> None:
     summary.incomplete = [told for told in (trained.stopped, keeping.told) if told]
     if keeping.told:
-        # the text grows each time
+        # replace the earlier text: it grows with each missing file
         summary.reasons = [reason for reason in summary.reasons if not reason.startswith("results are incomplete")]
         summary.reasons.append(keeping.told)
         if summary.verdict == fidelity.VALID:
@@ -252,8 +252,8 @@ def _summary(
 
 
 def loss_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest difference. Two losses that are NaN, or the same infinity, at the same step are equal: the training
-    has diverged as plain PyTorch does. If only one is, the result is NaN, which never passes."""
+    """The largest difference. Two losses that are NaN, or the same infinity, at the same step count as equal: the
+    training diverged as plain PyTorch does. If only one is NaN, the result is NaN, which never passes."""
     one, two = np.array(losses), np.array(reference)
     with np.errstate(invalid="ignore"):
         same = (one == two) | (np.isnan(one) & np.isnan(two))
@@ -290,7 +290,7 @@ def _settled(steps: list[Step]) -> list[float]:
 
 
 def _compare(summary: Summary, trained: Trained) -> None:
-    """Compare with plain PyTorch, and check that all of it was done. With shapes only there is no loss to compare."""
+    """Compare with plain PyTorch, and check that devices did all FLOPs. With shapes only there is no loss."""
     if trained.stopped:
         summary.verdict = "FAILED"
         summary.reasons.insert(0, trained.stopped)
@@ -309,7 +309,7 @@ def _compare(summary: Summary, trained: Trained) -> None:
 
 
 def _recovery(server: Accounts) -> dict[str, float]:
-    """Devices that left during the run, in whatever way, and the recovery times of those that had work."""
+    """Devices that left during the run, by manner of departure, and the recovery times of those that had work."""
     departed = {how: count for how, count in sorted(server.attendance.departed.items()) if count}
     losses = [loss for loss in server.records.losses.values() if loss.done_ns]
     told: dict[str, float] = {"departures": sum(departed.values()), **departed} if departed else {}

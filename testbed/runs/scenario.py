@@ -1,10 +1,9 @@
 """Scenario files: one TOML file says what a run trains, on which fleet, over which links.
 
 `load_scenario` reads a file or one of the packaged scenarios, applies `--set key=value`, and checks everything against
-the models below. Every mistake becomes a ScenarioError that names the file and the line, or the option, and says what
-would be right; a user's mistake raises nothing else. A relative path counts from the folder of the file that holds it,
-and from the current folder in an override. Whether a model's name is known is checked by the server, which owns the
-models.
+the models below. Every mistake of a user raises a ScenarioError, and nothing else, that names the file and the line, or
+the option, and says what would be right. A relative path counts from the folder of the file that holds it, and from the
+current folder in an override. The server, which owns the models, checks whether it knows a model's name.
 """
 
 from __future__ import annotations
@@ -143,17 +142,17 @@ class TrainingSection(_Section):
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     micro_batches: int = Field(default=1, ge=1)
-    wait_for_devices: Duration = "10 min"  # longest wait while no device can go on; then the run keeps what it has
+    wait_for_devices: Duration = "10 min"  # longest wait while no device can go on; then the run stops, keeping results
 
 
 class FleetSection(_Section):
     phones: int = Field(default=0, ge=0, le=100_000)  # real devices to wait for
     devices: int = Field(ge=0, le=1_000_000)  # emulated ones
-    phones_wait: Duration = "10 min"  # longest wait
+    phones_wait: Duration = "10 min"  # longest wait for phones
     pods: int | Literal["auto"] = "auto"
     line_share: float = Field(default=1.0, gt=0, le=1)
     uniform: Literal["paper", "moderate", "extreme"] | None = None  # a fleet from the Cleave authors' evaluation
-    kinds: dict[DeviceName, Share] = Field(default_factory=dict)  # or shares of these devices and networks
+    kinds: dict[DeviceName, Share] = Field(default_factory=dict)  # or a mix: the share of each device and network
     networks: dict[NetworkName, Share] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -186,7 +185,7 @@ class FleetSection(_Section):
 class PlannerSection(_Section):
     kind: Literal["packed", "grid"] = "packed"
     keep: bool = True  # devices keep slabs of weights between micro-batches
-    most_share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"  # of a product, per device
+    most_share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"  # largest share of a product per device
 
     @property
     def cap(self) -> Cap:
@@ -195,7 +194,7 @@ class PlannerSection(_Section):
 
 class LinksSection(_Section):
     kind: Literal["model", "kernel", "off"] = "model"
-    effects: Literal["rates", "full"] = "full"  # a rate and a latency; or jitter, loss and bufferbloat too
+    effects: Literal["rates", "full"] = "full"  # rates: rate and latency; full: also jitter, loss and bufferbloat
     traces: dict[NetworkName, TracePrefix] = Field(default_factory=dict)  # networks whose rates change
 
 
@@ -273,12 +272,12 @@ class Fault(_Section):
     share: Part | None = None  # or this part of the fleet
     network: NetworkName | None = None  # or all devices of one access network
     pods: int | None = Field(default=None, ge=1)  # for faults of whole pods, chosen by the seed; default 1
-    # freeze, stop, disconnect: how long; leave, vanish: until they return
+    # freeze, stop, disconnect: duration; leave, vanish: time until the devices return
     seconds: float | None = Field(default=None, gt=0, le=1e6)
     factor: float | None = Field(default=None, gt=0, le=1e6)  # of slow; 1 is the profile's speed
     how: Literal["noise", "element", "stale", "zeros", "nan", "signs", "bias"] | None = None  # of lie
     times: int | None = Field(default=None, ge=1, le=10_000)  # of flap
-    period: Duration | None = None  # of flap: away for half of it, back for the other half
+    period: Duration | None = None  # of flap: half of it away, half of it back
 
     @property
     def at_s(self) -> float:
@@ -426,11 +425,11 @@ class Scenario(_Section):
 def load_scenario(
     path_or_name: str, overrides: Mapping[str, str] = NO_FLAGS, flags: Mapping[str, str] = NO_FLAGS
 ) -> Scenario:
-    """The checked scenario of a TOML file, or of a packaged one by its bare name.
+    """The checked scenario of a TOML file, or of a packaged scenario by its bare name.
 
-    `overrides` maps dotted keys to values as text ("training.steps" -> "10"), read as TOML where they are TOML and
-    as plain text where not. `flags` says how the user spelled one ("fleet.devices" -> "--devices"); by default an
-    error names `--set fleet.devices`.
+    `overrides` maps dotted keys to values as text ("training.steps" -> "10"), read as TOML if valid, else as plain
+    text. `flags` says how the user spelled an override ("fleet.devices" -> "--devices"); by default an error names
+    `--set fleet.devices`.
     """
     file_name, text, folder, default_name = _read(path_or_name)
     try:
@@ -468,7 +467,7 @@ def scenario_names() -> list[str]:
 
 
 def _read(path_or_name: str) -> tuple[str, str, Path, str]:
-    """File name for messages, text, folder that relative paths start from, name of a scenario that has none."""
+    """File name for messages, text, folder that relative paths start from, default name of the scenario."""
     names = scenario_names()
     if path_or_name in names:
         file_name = f"{path_or_name}.toml"
@@ -512,7 +511,7 @@ def _override(values: dict[str, Any], origins: dict[KeyPath, str], key: str, val
     for given, alternatives in _INSTEAD.items():
         if path[: len(given)] == given:
             for alternative in alternatives:
-                values[given[0]].pop(alternative, None)  # only one is allowed: setting one removes the other
+                values[given[0]].pop(alternative, None)  # only one is allowed: setting it removes its alternatives
     _resolve_paths(values, Path.cwd())  # paths from the file are already absolute
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
@@ -564,7 +563,7 @@ def _explain(detail: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> str:
 
 
 def _heading(table: KeyPath) -> str:
-    """As written in a file: [fleet.kinds], and [[faults]] for an item of a list."""
+    """The table's header in a file: [fleet.kinds], or [[faults]] for an item of a list."""
     name = ".".join(part for part in table if not part.isdigit())
     return f"[[{name}]]" if any(part.isdigit() for part in table) else f"[{name}]"
 
@@ -588,7 +587,7 @@ def _fields_of(table: Iterable[object]) -> list[str]:
     section: Any = Scenario
     for part in table:
         if str(part).isdigit():
-            continue  # one of a list of tables
+            continue  # index in a list of tables
         section = section.model_fields[part].annotation
         section = next((s for s in get_args(section) if isinstance(s, type) and issubclass(s, BaseModel)), section)
     return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []

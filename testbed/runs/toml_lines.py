@@ -1,8 +1,8 @@
 """Lines of TOML: the line number of each key, for error messages, because tomllib does not keep it; and tables as text.
 
-Finding a key is a scan line by line, not a second parser: it follows table headers and `key = value`, and silently
+Keys are found by a line scan, not by a second parser: the scan follows table headers and `key = value`, and silently
 skips what it does not understand (keys inside inline tables, text inside multi-line strings). A missing or wrong line
-number makes a message a little worse, never a result wrong.
+number makes a message less helpful, never a result wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACE = re.compile(r"\s*\(at (?:line (?P<line>\d+), column \d+|end of document)
 
 
 def parse_key(text: str) -> KeyPath | None:
-    """("fleet", "kinds") from "fleet.kinds", quoted parts allowed; None if it is not a key."""
+    """("fleet", "kinds") from "fleet.kinds", quoted parts allowed; None if the text is not a key."""
     try:
         table: Any = tomllib.loads(f"{text} = 0")
     except tomllib.TOMLDecodeError:
@@ -38,8 +38,8 @@ def parse_key(text: str) -> KeyPath | None:
 
 
 def line_of_each_key(text: str) -> dict[KeyPath, int]:
-    """Line number, from 1, of every key and table header found; the first place counts. Tables of a list, [[faults]],
-    have their number in the key: ("faults", "0", "at")."""
+    """Line number, from 1, of the first occurrence of every key and table header. Tables of a list, [[faults]], have
+    their index in the key: ("faults", "0", "at")."""
     lines: dict[KeyPath, int] = {}
     tables: Counter[KeyPath] = Counter()
     table: KeyPath = ()
@@ -60,7 +60,7 @@ def line_of_each_key(text: str) -> dict[KeyPath, int]:
 
 
 def split_syntax_error(error: tomllib.TOMLDecodeError, text: str) -> tuple[int, str]:
-    """Line and reason of tomllib's error, which has the line only inside its message."""
+    """Line and reason of tomllib's error, which gives the line only in its message."""
     message = str(error)
     place = _PLACE.search(message)
     last_line = text.rstrip("\n").count("\n") + 1

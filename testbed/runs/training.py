@@ -1,7 +1,7 @@
 """The training of a run: plain PyTorch for reference, then the same steps on a fleet; or only the shapes of the steps.
 
-The same seeds, the same batches and the same loop train the model twice. Shapes only means the same graph without
-values: products go through the same executor to the same fleet, everything else is free, and there is no loss.
+The same seeds, the same batches and the same loop train the model twice. "Shapes only" means the same graph without
+values: products go through the same executor to the same fleet, everything else takes no time, and there is no loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from testbed.runs.scenario import Scenario
 from testbed.runs.watchdog import WaitedInVain
 from testbed.virtual.predict import Prediction, predict_step
 
-ENOUGH_TO_PART = 8  # devices: with fewer, a team for weight gradients costs more than it saves
+ENOUGH_TO_PART = 8  # devices; with fewer, a separate team for weight gradients costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Task:
             return None
         server = self.host.server
         with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
-            real = server.attendance.real  # whatever their labels, they are not part of the fleet
+            real = server.attendance.real  # not part of the fleet, whatever their labels
             labels = ["" if device in real else label for device, label in enumerate(server.labels)]
             links, models = links_of(self.host.fleet, labels), models_of(self.host.fleet, labels)
             told = predict_step(

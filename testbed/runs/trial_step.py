@@ -1,6 +1,6 @@
 """Tests whether this host keeps up: one step of a scenario in real time, compared with the same step modelled.
 
-The step is captured once. Each trial then starts its own server and pods, takes the step or as much of it as its time
+The step is captured once. Each trial then starts its own server and pods, runs as much of the step as its time limit
 allows, and judges it as a run is judged. Used by `cleave doctor` and `clock.kind = "auto"`.
 """
 
@@ -43,7 +43,7 @@ LIMIT_S = 15.0  # per trial
 
 
 class _Over(Failure):
-    """The trial has seen enough."""
+    """The trial has reached its time limit."""
 
 
 class WatchedEngine:
@@ -107,7 +107,7 @@ class TrialStep:
             launch = stack.enter_context(launcher(asked.launch, place.pod_count))
             server, display = real_server(place, clock, launch), Display(Console(quiet=True))
             host = stack.enter_context(on_pods(place, server, clock, display, lambda event, **fields: None, launch))
-            # the server's numbering, not the fleet's: devices joined pod by pod, and plans are made for these
+            # the server's numbering, not the fleet's: devices joined pod by pod, and plans use the server's numbers
             labels = host.server.labels
             links, models = links_of(fleet, labels), models_of(fleet, labels)
             modelled = ModelledFleet(host.server.profiles, planner, (), links, models, 1.0 / scale)
@@ -133,7 +133,7 @@ class TrialStep:
         )
 
     def _taken(self, engine: Engine, now_s: Callable[[], float], limit_s: float = float("inf")) -> list[float]:
-        """When each of the step's products was finished, as far as it got."""
+        """When each product of the step was finished, as far as the step got."""
         watched = WatchedEngine(engine, now_s, limit_s)
         with self._executor.on(watched):
             try:

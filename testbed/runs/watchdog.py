@@ -1,8 +1,9 @@
 """Watches a run: its pods, its wait for devices, and whether this process stood still.
 
-One thread. It restarts pods that have ended, so it lives until the last pod is gone: Linux ends a child with the thread
-that started it. The wait for devices is limited (`training.wait_for_devices`): when it is over, the training thread
-gets an error, and the run keeps what it has. An interrupt that foreign code has swallowed is raised again.
+One thread. The watchdog restarts pods that have ended, so its thread lives until the last pod is gone: Linux ends a
+child with the thread that started it. The wait for devices is limited (`training.wait_for_devices`): when the limit is
+reached, the training thread gets an error, and the run keeps its results so far. The watchdog raises an interrupt
+again if foreign code has swallowed it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ps.transport.jobs import Totals
 from testbed.runs import interrupts
 
 EVERY_S = 0.25
-STOOD_STILL_S = 0.7  # a check this late means that nothing ran here; hitches of a busy host are shorter
-SWALLOWED_S = 2.0  # `Server.collect` raises an interrupt within 0.5 s; after this long it was swallowed
+STOOD_STILL_S = 0.7  # a check this late means that this process did not run; hitches of a busy host are shorter
+SWALLOWED_S = 2.0  # `Server.collect` raises an interrupt within 0.5 s; after this long, foreign code swallowed it
 
 
 class WaitedInVain(Failure):
@@ -44,7 +45,7 @@ class WatchedServer(Protocol):
 
 
 class Patience:
-    """How long nothing has been done for lack of a device. Pure: the time comes with every call."""
+    """How long no block has returned for lack of a device. Pure: every call passes the time."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -58,7 +59,7 @@ class Patience:
             self._since_s = now_s
 
     def stood_still(self, seconds: float) -> None:
-        """Nothing ran here for this long: a device may have joined meanwhile."""
+        """This process did not run for this long, and could not see devices join: do not count the time."""
         if self._since_s is not None:
             self._since_s += seconds
 
@@ -77,7 +78,7 @@ class Watchdog:
         self._look_after: Callable[[], list[str]] | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.stood_still_s: list[float] = []  # each time that this process did not run at all
+        self.stood_still_s: list[float] = []  # standstills: this process did not run at all
         self.error: BaseException | None = None
 
     def begin(self, look_after: Callable[[], list[str]]) -> None:
@@ -90,7 +91,7 @@ class Watchdog:
 
     @property
     def told(self) -> str:
-        """For the display, while the run waits for devices."""
+        """Text for the display while the run waits for devices."""
         waited_s = self._patience.waited_s(time.monotonic())
         if waited_s < 1.0:
             return ""

@@ -1,8 +1,8 @@
 """How fast is each device now compared with its profile? Repeats some products of the profile under the same CPU quota.
 
 The speed of a shared machine drifts within minutes by more than a good model's error. So between the steps of the real
-agents one process per device, all at once like the agents, computes the largest products in the profile; their time now
-over their time then is the host's drift since the profile. They are not blocks of the comparison.
+agents one process per device, all at once like the agents, computes the longest products in the profile; the ratio of
+their time now to their time in the profile is the host's drift. These products are not blocks of the comparison.
 
 `python -m testbed.twins.anchor KERNEL THREADS` is that process: for every line of shapes on its input it prints their
 times.
@@ -35,7 +35,7 @@ EDGE = 64  # least rows and columns, as in blocks
 @dataclass(frozen=True, slots=True)
 class Now:
     """A device's current speed: the time of products relative to its profile, and processor seconds per message byte,
-    down and up; None where nothing else waits for the processor."""
+    down and up; None if no CPU quota makes that matter."""
 
     products: float = 1.0
     message_s: tuple[float, float] | None = None
@@ -56,7 +56,7 @@ class Now:
 
 
 class Anchor:
-    """One device's process and its findings."""
+    """One device's process and its measurements."""
 
     def __init__(self, process: subprocess.Popen[str], samples: Samples, found: Calibration) -> None:
         self._process = process
@@ -89,7 +89,7 @@ class Anchor:
 
 @contextmanager
 def anchors(devices: Sequence[tuple[Samples, Calibration]]) -> Iterator[list[Anchor]]:
-    """Processes that have computed once and are ready."""
+    """Processes that have warmed up with one probe and are ready."""
     with ExitStack() as stack:
         found = []
         for samples, calibration in devices:
@@ -102,7 +102,7 @@ def anchors(devices: Sequence[tuple[Samples, Calibration]]) -> Iterator[list[Anc
 
 
 def probe(found: Sequence[Anchor], counts: bool = True) -> None:
-    """All devices at once."""
+    """Probe all devices at once."""
     for anchor in found:
         anchor.ask()
     for anchor in found:
@@ -110,8 +110,7 @@ def probe(found: Sequence[Anchor], counts: bool = True) -> None:
 
 
 def products(found: Calibration) -> NDArray[np.int64]:
-    """Indices of the profile's shapes to use: the longest of those like the blocks of a large model, else the
-    longest."""
+    """Indices of the profile's shapes to use: those like the blocks of a large model first, the longest first."""
     batch, rows, _, columns = found.shapes.T
     like_blocks = (batch == 1) & (np.minimum(rows, columns) >= EDGE)
     order: NDArray[np.int64] = np.lexsort((found.measured_s, like_blocks))[::-1][:PRODUCTS]

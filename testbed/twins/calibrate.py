@@ -106,8 +106,8 @@ def as_json(samples: Samples, found: Calibration) -> dict[str, Any]:
 
 def link_figures(samples: Samples, wire_only: bool = False) -> dict[str, float] | None:
     """A rate each way and half a round trip; None if the link was not measured. `wire_only` leaves out the quota time
-    that the processor spent on the link: the model counts it as processor work, and it is all of the time where a
-    machine talks to itself."""
+    that the processor spent on the link: the model counts it as processor work, and on loopback it is all of the
+    time."""
     if samples.link is None:
         return None
     trip_s = float(np.median(samples.link["round_trip_s"]))
@@ -127,7 +127,7 @@ def link_figures(samples: Samples, wire_only: bool = False) -> dict[str, float] 
 
 
 def device_file(samples: Samples, found: Calibration, kind: str) -> str:
-    """The text of a file for the zoo; checked by parsing it."""
+    """The text of a device file for the zoo; checked by parsing it."""
     model, device = found.model, samples.device
     quota = samples.quota
     versions = ", ".join(f"{name} {version}" for name, version in sorted(samples.versions.items()))

@@ -1,8 +1,8 @@
 """The processor cost per message byte of an agent, measured on the agent itself.
 
-It exceeds the cost in a link probe because of the agent's other threads and its memory use; under a CPU quota that time
-is lost for products. So before the compared blocks, real agents get blocks that are nearly all bytes: the processor
-time used, less the model's time for the products, is the cost of the messages.
+This cost exceeds the cost in a link probe because of the agent's other threads and its memory use; under a CPU quota
+that time is lost for products. So before the compared blocks, real agents get blocks that are nearly all bytes: the
+processor time used, less the model's time for the products, is the cost of the messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRIES, PAIRS = 2, 9
 def message_costs(
     server: Server, devices: Sequence[TwinDevice], processes: Sequence[int], seed: int
 ) -> list[tuple[float, float] | None]:
-    """Seconds per byte, down and up, per agent; None where no CPU quota makes it matter."""
+    """Seconds per byte, down and up, per agent; None if no CPU quota makes the cost matter."""
     if all(device.samples.quota is None for device in devices):
         return [None] * len(devices)
     rng, ids = np.random.default_rng(seed), np.arange(len(devices))
@@ -59,8 +59,8 @@ def message_costs(
 
 
 def message_seconds_now(used_s: Floats, products_s: Floats, moved_bytes: Floats) -> tuple[float, float]:
-    """From pairs of steps, one nearly all bytes down and one nearly all up: [k, 2] processor seconds, [k, 2] the
-    products' part of them, and [k, 2, 2] bytes down and up of each. The median over the pairs."""
+    """Median over pairs of steps, one nearly all bytes down and one nearly all bytes up: [k, 2] processor seconds,
+    [k, 2] the products' part of them, and [k, 2, 2] bytes down and up of each step."""
     each_s = np.linalg.solve(moved_bytes, (used_s - products_s)[:, :, None])[:, :, 0]
     down_s, up_s = np.maximum(np.median(each_s, axis=0), 0.0).tolist()
     return down_s, up_s

@@ -1,7 +1,7 @@
 """A CPU quota for a process of this machine: a temporary control group.
 
-This is how one machine stands in for several slower devices. Needs Linux, control groups version 1 or 2, and the right
-to make them (root, or a delegated group); elsewhere UserError says so.
+With quotas, one machine stands in for several slower devices. Needs Linux, control groups version 1 or 2, and the right
+to create them (root, or a delegated group); otherwise raises UserError.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cpu_quota(quota_us: int, period_us: int = PERIOD_US) -> Iterator[Path]:
             (group / "cpu.max").write_text(f"{quota_us} {period_us}")
             one, two = (group / "cpu.max").read_text().split()
             kept = int(one), int(two)
-        with contextlib.suppress(OSError):  # it gets its full quota, whatever else runs on this machine
+        with contextlib.suppress(OSError):  # the group gets its full quota, whatever else runs on this machine
             (group / ("cpu.shares" if first else "cpu.weight")).write_text("262144" if first else "10000")
         if kept != (quota_us, period_us):
             raise UserError(f"the kernel made {kept[0]} of {kept[1]} us of a CPU quota of {quota_us} of {period_us}")
@@ -55,8 +55,8 @@ def cpu_quota(quota_us: int, period_us: int = PERIOD_US) -> Iterator[Path]:
 @contextlib.contextmanager
 def served_first() -> Iterator[None]:
     """Give this process and its children priority over others on this machine, as far as the kernel allows: a control
-    group of the largest weight (niceness counts only within a session where sessions are scheduled as groups). Does
-    nothing where that is not allowed."""
+    group of the largest weight (if sessions are scheduled as groups, niceness counts only within a session). Does
+    nothing if that is not allowed."""
     first = (ROOT / "cpu" / "cgroup.procs").exists()
     parent = ROOT / "cpu" if first else ROOT
     group = parent / f"cleave-{os.getpid()}-{time.monotonic_ns()}"
@@ -86,7 +86,7 @@ def running(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(cpu_quota(*quota)) if quota else None
         limits = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(threads))
-        environment = os.environ | limits | {"CLEAVE_RULES": os.devnull}  # it takes part whatever its owner's rules say
+        environment = os.environ | limits | {"CLEAVE_RULES": os.devnull}  # the owner's rules do not apply here
         process = subprocess.Popen(
             command, stderr=subprocess.DEVNULL, start_new_session=True, env=environment, **options
         )

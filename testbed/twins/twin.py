@@ -4,7 +4,7 @@ A real server drives both sides with the same products and firm plans: every dev
 order, all at once, and no device takes over another's work. The real side is agent processes of this machine with the
 threads and the CPU quota of their profile; the other side is pods with the fitted models.
 
-The host's speed has changed since the profile was made. It is probed before every step of the real side (see
+The host's speed may have changed since the profile was made. It is probed before every step of the real side (see
 `testbed.twins.anchor`), and the twins' models are scaled accordingly. The twins run both with and without this
 correction, and both results are reported.
 """
@@ -42,10 +42,10 @@ from testbed.twins.quota import running
 from testbed.twins.twin_blocks import Part, TwinDevice, run_step, stream
 
 Integers = NDArray[np.int64]
-CREDIT = 64  # blocks: more than a device has of one product
+CREDIT = 64  # blocks; more than a device gets of one product
 MEMORY_BYTES = 1 << 30
 JOIN_S = 60.0
-# `python -m agent`, which ends with us even if we are killed
+# `python -m agent`, which ends with this process even if this process is killed
 AGENT = """import runpy
 from emulator.pods.pod import die_with_parent
 die_with_parent()
@@ -67,9 +67,9 @@ class Side:
 class Comparison:
     names: tuple[str, ...]  # of the devices
     real: Side
-    twin: Side  # at the host's speed beside the real side
+    twin: Side  # at the host's speed measured during the real side
     undrifted: Side  # at the host's speed when the profiles were made
-    now: tuple[Now, ...]  # per device: what the first twin was given
+    now: tuple[Now, ...]  # per device: the correction applied to `twin`
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _emulated(
     fleet = twin_fleet(devices, models, links, seed)
     with serving() as server, Pods(fleet, _pods(devices), server.address, "model", pod_pass=server.pod_pass) as pods:
         _wait(server, len(devices), pods)
-        # pods join in any order: the plan names devices by their number in the stream
+        # devices join in any order; the plan names them by their number in the stream
         order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
         try:
             return drive(server, parts, seed, order)
@@ -183,9 +183,9 @@ def drive(
     order: Sequence[int] | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Side:
-    """Run every step's products, each step after the previous one is done; the first steps do not count. `order`: for
-    each joined device, in order of joining, its number in the stream. `before_step`: called before each step that
-    counts, while all devices are idle."""
+    """Run every step's products, one step after the other; the first steps do not count. `order`: for each joined
+    device, in order of joining, its number in the stream. `before_step`: called before each step that counts, while all
+    devices are idle."""
     rng = np.random.default_rng(seed)
     ids = np.arange(server.devices) if order is None else np.argsort(np.array(order))
     step_s = []
@@ -267,7 +267,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
 
 
 def _link(device: TwinDevice, address: str) -> dict[str, float]:
-    """As in its profile, or that of this machine to itself, where the real agent runs."""
+    """The device's link from its profile, or else the loopback link, which the real agent uses."""
     if found := link_figures(device.samples, wire_only=True):
         return found
     here = link_figures(replace(device.samples, link=measure_link(address)), wire_only=True)

@@ -41,8 +41,8 @@ class Part:
 
 def stream(devices: Sequence[TwinDevice], steps: int, seconds: float, seed: int) -> list[list[Part]]:
     """`steps` steps of one product each, which take every device about `seconds` by its model. Blocks are full-width
-    row ranges of random height; columns and inner length are random too, the same for both sides. They are large, like
-    those of a large model."""
+    row ranges of random height; columns and inner length are random too, the same for both sides. Blocks are large,
+    like those of a large model."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(steps):

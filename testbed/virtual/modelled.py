@@ -1,4 +1,4 @@
-"""Passes the blocks the dispatcher sends to the device model: the one place where virtual time schedules blocks."""
+"""Passes the blocks that the dispatcher sends to the device model: the only place where virtual time schedules them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scheduled:
 
     boxes: Integers  # [k, 6]
     down_bytes: Integers
-    due_s: Numbers  # when its answer is back at the server
+    due_s: Numbers  # when the answer arrives at the server
     compute_s: Numbers
 
     @property
@@ -34,8 +34,8 @@ def schedule(devices: Devices, rows: Integers, blocks: SendBlocks, sent_s: float
     """These blocks, sent at `sent_s`; `rows` gives the index in `devices` of each block's device."""
     boxes = np.array(blocks.boxes, np.int64)
     down_bytes, chunk, inner = (np.array(of, np.int64) for of in (blocks.down_bytes, blocks.chunk, blocks.inner))
-    # blocks that do not fit into a device's memory come in chunks along the inner dimension; only the last sends an
-    # answer
+    # blocks that do not fit into a device's memory are sent in chunks along the inner dimension; only the last chunk is
+    # answered
     count = -(-inner // chunk)
     parts = np.repeat(np.arange(len(rows)), count)
     first = np.cumsum(count) - count

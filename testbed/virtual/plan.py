@@ -1,8 +1,8 @@
 """`cleave plan`: what a fleet would need for one batch of a model, product by product, without running anything.
 
 Modelled, not measured: T_i = latency_i + max(download, compute, upload) for every device, products one after another.
-With a limited server no product ends before its bytes have passed. Fewer, larger blocks may then be better, so plans
-over fewer devices are tried too.
+With a limited server, no product ends before its bytes have passed the server. Fewer, larger blocks may then be
+better, so plans over fewer devices are tried too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Planned:
 
 
 def fleet_profiles(name: str, devices: int, seed: int) -> NDArray[np.void]:
-    """A fleet of the authors' evaluation, or that of a packaged scenario."""
+    """A fleet from the authors' evaluation, or the fleet of a packaged scenario."""
     if devices < 1:
         raise UserError(f"--devices is {devices}; a fleet needs at least 1")
     if name in UNIFORM:

@@ -19,7 +19,7 @@ class VirtualPods:
 
     @property
     def deaths(self) -> list[Death]:
-        """They die only when the scenario asks for it."""
+        """None: virtual pods die only if the scenario asks for it."""
         return []
 
     def memory_bytes(self) -> int:
@@ -42,7 +42,7 @@ class VirtualPods:
         self._server.lose(self._members(pod), "its connection is gone")
 
     def pause(self, pod: int) -> None:
-        """Simplified: their work in hand is lost even if the pod resumes before its silence would be noticed."""
+        """Simplified: the pod's work in hand is lost even if it resumes before the server would notice its silence."""
         self._paused[pod] = self._members(pod)
         self._server.vanish(self._paused[pod])
 
@@ -56,7 +56,7 @@ class VirtualPods:
         raise no_cable()
 
     def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
-        """Orders are carried out at once."""
+        """Carry out the waiting orders at once; returns their reports."""
         orders, self._orders = self._orders, []
         return [(pod, self._obeyed(pod, order)) for pod, order in orders]
 
@@ -64,7 +64,7 @@ class VirtualPods:
         return [device for device in self._server.present if device % self._count == pod]
 
     def _obeyed(self, pod: int, order: Mapping[str, Any]) -> dict[str, Any]:
-        """As `emulator.pods.pod` does: an absent device can neither leave nor freeze, a present one cannot return."""
+        """As `emulator.pods.pod`: an absent device can neither leave nor freeze, a present device cannot return."""
         server, do = self._server, order["do"]
         named = [self.device(pod, index) for index in dict.fromkeys(order["devices"])]
         there = [device for device in named if server.is_present(device)]
@@ -79,7 +79,7 @@ class VirtualPods:
             case "freeze" if there:
                 server.freeze(there, order["seconds"])
             case "slow":
-                there = named  # also applies when it comes back
+                there = named  # also applies to absent devices, once they return
                 server.slow(there, order["factor"])
             case "lie":
                 there = named

@@ -1,11 +1,11 @@
-"""Predicts the time of a step before it is taken: the first steps on a modelled fleet, in virtual time.
+"""Predicts the time of a step before the run: the first steps on a modelled fleet, in virtual time.
 
 The server's own computation takes its real time here, divided by the scale on a scaled clock. Products take their
 modelled time; their values are computed at once, off the clock. The host's work is left out: packing, sockets, pods.
 
-Links are random but seeded: step by step a modelled device draws the same numbers as its emulated twin will. Steps
-still differ from each other, so a run is compared with several of them; the first counts only if it is the only one, as
-in the run itself.
+Links are random but seeded: in each step a modelled device draws the same numbers as its emulated twin will. Steps
+still differ from each other, so a run is compared with several predicted steps; as in the run itself, the first step
+counts only if it is the only one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ps.transport.operands import Operand
 from testbed.virtual.server import VirtualServer
 
 FORESEEN = 5  # steps predicted per run, at most
-ALIKE = 0.01  # stop once a step differs by less from the one before
+ALIKE = 0.01  # stop once a step's time differs by less than this share from the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     seconds: float  # per step
-    local_s: float  # part of it that the server computes itself
+    local_s: float  # part of it that the server's own computation takes
 
     @property
     def local_share(self) -> float:
@@ -61,8 +61,8 @@ def predict_step(
     steps: int = 1,
 ) -> Prediction:
     """Modelled seconds of `step`, whose products go through `executor`, in a run of `steps` steps, without the `absent`
-    devices. `models`: of the measured devices; `local`: device time per second of the executor's own work. The planner
-    keeps the plans that it can reuse."""
+    devices. `models`: models of the measured devices; `local`: device time per second of the executor's own work. The
+    planner keeps the plans that it can reuse."""
     fleet = ModelledFleet(profiles, planner, absent, links, models, local, arithmetic)
     took: list[Prediction] = []
     with executor.on(fleet):
@@ -124,9 +124,9 @@ class ModelledFleet:
 
 
 class Apart(Planner):
-    """Takes plans for the current fleet from the run's planner, which will reuse them. Revisions after modelled devices
-    are late stay here, so that the run starts as the prediction did, without knowing of them. `shared`: devices have
-    the same numbers here as in the run, because none before them is absent."""
+    """Takes plans for the current fleet from the run's planner, which will reuse them. Revisions for late modelled
+    devices stay here, so that the run starts without them, as the prediction did. `shared`: devices have the same
+    numbers here as in the run, because no device is absent before them."""
 
     def __init__(self, planner: Planner, devices: int, shared: bool = True) -> None:
         super().__init__(planner.kind, planner.cap)

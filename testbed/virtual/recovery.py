@@ -2,9 +2,8 @@
 
 The real dispatcher and planner on modelled devices in virtual time, product by product, shapes only. At a seeded time
 some of the working devices fall silent together; after a detection interval the server declares them dead; recovery is
-measured from there until every block they owed is accepted from another device. Baselines are formulas over the same
-fleet and the same step, each with its assumptions in words; where an assumption had to be chosen, it favours the
-baseline.
+measured from then until every block they owed is accepted from another device. Baselines are formulas over the same
+fleet and the same step, each with its assumptions stated; assumptions that had to be chosen favour the baseline.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ WEIGHT_BYTES = 4
 MOST_STAGES = 8  # Asteroid
 MICRO_BATCHES_A_STAGE = 4
 TIMEOUT_S = 600.0  # torch.distributed's default with NCCL; with any other backend it is three times as long
-TIGHT_LONGEST = 2.0  # one timeout for all products must not hit an honest product
+TIGHT_LONGEST = 2.0  # times the longest product: one timeout for all products must not hit an honest product
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Trial:
     least_s: float  # lower bound: any re-cut of the lost cells, even if the survivors were otherwise idle
     delay_s: float  # how much later the product ends than without the failure
     lost_cells: int
-    blocks: int  # that the lost blocks were cut into
+    blocks: int  # blocks that replace the lost ones
     host_s: float  # time of the re-cut on this machine, not modelled
 
 
@@ -118,7 +117,7 @@ def parse_failures(text: str, devices: int) -> list[int]:
 
 
 def count_parameters(config: Any) -> int:
-    """Parameters of the model, without making its weights."""
+    """Number of parameters of the model, without creating its weights."""
     import torch
 
     from ps.graph.models import build_model
@@ -147,7 +146,7 @@ class Product:
             raise UserError(f"the fleet cannot do {shape}: no device has the memory for it")
 
     def run(self, until_s: float = np.inf) -> float:
-        """Process answers due until then; returns when the last one came."""
+        """Process answers due by `until_s`; returns when the last one arrived."""
         while self._due and self._due[0][0] <= until_s:
             now_s = self._due[0][0]
             keys = []
@@ -172,7 +171,7 @@ class Product:
         self._gone |= set(devices)
 
     def lose(self, devices: Sequence[int], at_s: float) -> tuple[range, float]:
-        """Declare the silent devices dead. Returns the blocks that replace theirs, and the host's seconds."""
+        """Declare the silent devices dead. Returns the blocks that replace theirs, and the seconds on this machine."""
         self._fleet.now_s = at_s
         first = self._fleet.block_count(0)
         begun = time.perf_counter()
@@ -192,9 +191,9 @@ class Product:
 def try_failure(
     shape: Shape, profiles: NDArray[np.void], planner: Planner, failures: int, seed: str, undisturbed_s: float
 ) -> tuple[float, float, float, int, int, float]:
-    """Recovery, its lower bound, delay, cells lost, blocks they were cut into, host's seconds. The time of failure, the
-    detection interval and the order of the failing devices depend on the seed alone: more failures hit the same
-    devices, and more."""
+    """Recovery, its lower bound, delay, cells lost, blocks that replace them, host's seconds. The time of failure, the
+    detection interval and the order of the failing devices depend on the seed alone: with more failures, the same
+    devices fail, and further ones."""
     rng = random.Random(seed)
     fails_s, detection_s = rng.uniform(0.0, undisturbed_s), rng.uniform(*DETECTION_S)
     product = Product(shape, profiles, planner)
@@ -249,15 +248,15 @@ def percentile(values: Sequence[float], weights: Sequence[float], share: float) 
 
 
 def checkpoint_restart_s(s: Setting, failures: int) -> float:
-    """Survivors reload the state in equal parts, limited by the slowest downlink; half an interval is redone."""
+    """Survivors reload the state in equal parts, limited by the slowest downlink, and redo half an interval."""
     left = s.devices - failures
     reload_s = 8 * STATE_BYTES * s.parameters / left / s.slowest_down_bps
     return reload_s + s.checkpoint_steps * s.step_s / 2 * s.devices / left
 
 
 def pipeline_replay_s(s: Setting, failures: int) -> float:
-    """The lost device's stage is redistributed to its group over the slowest uplink; the forward passes of the stage's
-    micro-batches in flight, (P + 1) / 2 on average, are redone: a third of the stage's time for each."""
+    """The lost device's stage is redistributed to its group over the slowest uplink; the group redoes the forward
+    passes of the stage's micro-batches in flight, (P + 1) / 2 on average: a third of the stage's time for each."""
     stages = min(MOST_STAGES, s.layers, s.devices)
     lost_in_a_group = -(-failures // stages)
     group = max(1.0, s.devices / stages - lost_in_a_group)
@@ -267,7 +266,7 @@ def pipeline_replay_s(s: Setting, failures: int) -> float:
 
 
 def timeout_s(ours_s: float) -> float:
-    """The loss is noticed when a collective operation times out; then it re-cuts as this system does."""
+    """The baseline notices the loss when a collective operation times out; then it re-cuts as this system does."""
     return TIMEOUT_S + ours_s
 
 
@@ -279,12 +278,12 @@ def baselines(s: Setting, failures: int, ours_s: float) -> dict[str, float]:
     }
 
 
-# ---- this system with one thing taken away
+# ---- this system without one feature
 
 
 def layer_again_s(s: Setting, failures: int) -> float:
-    """The current pass through a layer is restarted, and half of it is lost: a forward pass is a third of a layer's
-    time and a backward pass two thirds, so a random time lies in a pass of 5/9 of it on average."""
+    """Restarts the current pass through a layer, of which half is lost on average: a forward pass is a third of a
+    layer's time and a backward pass two thirds, so a random time lies in a pass of 5/9 of it on average."""
     return 5 / 9 * s.step_s / s.layers / 2 * s.devices / (s.devices - failures)
 
 
@@ -304,7 +303,7 @@ def summarise(trials: Sequence[Trial], setting: Setting) -> list[Recovery]:
         weights = [trial.weight for trial in mine]
         p50_s, p99_s = (percentile([trial.recovery_s for trial in mine], weights, share) for share in (0.5, 0.99))
         least_s = percentile([trial.least_s for trial in mine], weights, 0.5)
-        later_s = [max(0.0, trial.delay_s) for trial in mine]  # a re-cut may even end a product sooner; not counted
+        later_s = [max(0.0, trial.delay_s) for trial in mine]  # a re-cut may even end a product early: no credit for it
         mean_s = float(np.average(later_s, weights=weights))
         late_s = percentile(later_s, weights, 0.99)
         costs = (of(setting, failures, p50_s) for of in (baselines, ablations))
@@ -344,7 +343,7 @@ def assumptions(s: Setting) -> list[str]:
     ]
 
 
-# ---- what is printed
+# ---- output
 
 
 def as_json(rows: Sequence[Recovery], trials: Sequence[Trial], s: Setting) -> dict[str, Any]:

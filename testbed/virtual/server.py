@@ -1,10 +1,10 @@
 """A run in virtual time: stands in for `ps.transport.server` and the pods, without sockets, processes or waiting.
 
-The real dispatcher and planner decide; the model of the emulated devices says when answers come; the clock jumps from
+The real dispatcher and planner decide; the model of the emulated devices says when answers arrive; the clock jumps from
 event to event. Every block goes through the dispatcher and is recorded as on the other clocks.
 
-The server's own work takes no time here (packing, sockets, planning, what PyTorch computes between products), so that a
-run depends only on its scenario. A product's value is computed at once when it is submitted, or not at all
+The server's own work takes no time here (packing, sockets, planning, PyTorch's computations between products), so that
+a run depends only on its scenario. A product's value is computed at once when it is submitted, or not at all
 (`arithmetic`). Verification finds every answer of a device that was told to lie.
 """
 
@@ -102,8 +102,8 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self._ids, self._sequence = itertools.count(), itertools.count()
         self._answers: list[Answer] = []  # heap
         self._held_up: set[int] = set()  # sequence numbers of answers already delayed by downloads
-        self._silent: list[tuple[float, int]] = []  # heap: when it is noticed, id
-        self._thawing: list[tuple[float, int]] = []  # heap: when, device of the fleet
+        self._silent: list[tuple[float, int]] = []  # heap: when the silence is noticed, id
+        self._thawing: list[tuple[float, int]] = []  # heap: end of the freeze, device of the fleet
         self._frozen_until_s = np.zeros(len(profiles))
         self._liars: set[int] = set()  # devices of the fleet
         self._mute: set[int] = set()  # devices of the fleet that never answer
@@ -130,12 +130,12 @@ class VirtualServer(Shell[Sequence[Answer]]):
 
     @property
     def profiles(self) -> NDArray[np.void]:
-        """Of every device that ever joined, by id."""
+        """Profiles of every device that ever joined, by id."""
         return self._dispatcher.profiles
 
     @property
     def absent(self) -> list[int]:
-        """Ids that are gone."""
+        """Ids of devices that are gone."""
         return self._dispatcher.gone
 
     @property
@@ -143,14 +143,14 @@ class VirtualServer(Shell[Sequence[Answer]]):
         return self._dispatcher.speculative_copies
 
     def left_behind(self) -> str:
-        """What the dispatcher still holds of jobs and kept slabs; empty once all are over and forgotten."""
+        """Jobs and kept slabs that the dispatcher still holds; empty once all have ended and are forgotten."""
         return self._dispatcher.left_behind()
 
     def is_present(self, device: int) -> bool:
         return device in self._id_of
 
     def join(self, devices: Sequence[int]) -> None:
-        """These devices of the fleet join; none of them may be present. A suspended device does not come back."""
+        """These devices of the fleet join; none of them may be present. Suspended devices may not return."""
         devices = [device for device in devices if self._names[device] not in self._barred]
         if not devices:
             return
@@ -168,7 +168,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self._handle(DevicesLeft(self._dismissed(devices)))
 
     def vanish(self, devices: Sequence[int]) -> None:
-        """Silent from now on; noticed when a server with one connection per device would notice."""
+        """The devices fall silent; noticed when a server with one connection per device would notice."""
         for number in self._dismissed(devices):
             heapq.heappush(self._silent, (self.clock.now_s + NOTICED_AFTER_S, number))
 
@@ -180,7 +180,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         return gone
 
     def lose(self, devices: Sequence[int], reason: str) -> None:
-        """Their connection is gone."""
+        """The devices' connection is gone."""
         self.totals.lost_devices += len(devices)
         self.notice(f"lost {len(devices)} devices ({reason}): their blocks go to the others")
         self.leave(devices)
@@ -188,8 +188,8 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self.attendance.departed[LOST] += len(devices)
 
     def freeze(self, devices: Sequence[int], seconds: float) -> None:
-        """Freeze their work in hand too: none of it is due before they thaw. After a long freeze their connection is
-        gone, and they join as new devices."""
+        """Freeze the devices and their work in hand: no answer is due before the freeze ends. In a long freeze the
+        devices lose their connection, and then join as new devices."""
         until_s = self.clock.now_s + seconds
         if seconds > NOTICED_AFTER_S:
             self.vanish(devices)
@@ -207,7 +207,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self._devices.slow(list(devices), factor)
 
     def mute(self, devices: Sequence[int]) -> None:
-        """They stay connected but answer nothing from now on, not even their work in hand."""
+        """The devices stay connected but no longer answer, not even their work in hand."""
         self._mute.update(devices)
 
     def lie(self, devices: Sequence[int]) -> None:
@@ -228,7 +228,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self._handle(OperandsForgotten([operand.id for operand in operands]))
 
     def collect(self, done: SimpleQueue[int]) -> list[int]:
-        """Let time pass until products have reported."""
+        """Let time pass until products have finished."""
         while done.empty():
             self._next_event()
         return [done.get() for _ in range(done.qsize())]
@@ -279,7 +279,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
             self._handle(TimePassed())
 
     def _take_answers(self) -> None:
-        """Take answers that come together as one event; none counts before it has come."""
+        """Take answers that arrive together as one event, at the time of the last."""
         answers, until_s = self._answers, self._answers[0][0] + TOGETHER_S
         batch = []
         while answers and answers[0][0] <= until_s:
@@ -295,7 +295,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self._handle(BlocksReturned(list(devices), list(jobs), list(blocks)), batch)
 
     def _holds_up(self, answer: Answer) -> bool:
-        """Downloads may delay an answer, which is known only once it is due: then it is queued again."""
+        """Downloads may delay an answer, which is known only once the answer is due: then queue it again."""
         if not self._devices.may_hold_up:
             return False
         due_s, sequence, device = answer[:3]
@@ -338,7 +338,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
             heapq.heappush(self._answers, answer)
 
     def _cancel_blocks(self, instruction: CancelBlocks) -> None:
-        """The model has no way to stop a block: its answer comes and changes nothing."""
+        """The model cannot stop a block: its answer arrives and changes nothing."""
 
     def _accept_blocks(self, returned: Sequence[Answer], positions: list[int]) -> None:
         rows = []
@@ -356,7 +356,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         job, work = instruction.job, instruction.work
         wrong = sorted(self._lies.pop(job, set()) & set(work.done.tolist()))
         self.totals.checked_blocks += len(work.done)
-        if wrong:  # they do not count
+        if wrong:  # wrong blocks do not count
             cells = int(np.prod(work.boxes[wrong][:, 1::2], axis=1).sum())
             self.totals.wrong_blocks += len(wrong)
             self.totals.blocks -= len(wrong)

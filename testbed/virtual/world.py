@@ -41,7 +41,7 @@ from ps.scheduling.shell import Shell
 from testbed.virtual.modelled import schedule
 
 Key = tuple[int, int, int]  # device, job, block
-ALL = True  # what is kept of answers here: nothing more than that they came
+ALL = True  # all that is kept of an answer here: that it arrived
 KEPT_USES = 4  # expected number of uses of a kept slab
 
 
@@ -49,7 +49,7 @@ KEPT_USES = 4  # expected number of uses of a kept slab
 class Sent:
     key: Key
     box: tuple[int, ...]  # batch, batches, row, rows, column, columns
-    due_s: float  # when its answer is back at the server, if nothing happens to it
+    due_s: float  # when the answer arrives at the server, unless a fault hits it
 
 
 @dataclass(slots=True)
@@ -59,18 +59,18 @@ class Outcome:
     sent: list[Sent] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)  # positions among the answers
     finished: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)  # jobs that no device can do at present
+    waiting: list[int] = field(default_factory=list)  # jobs that no present device can do
     suspended: list[int] = field(default_factory=list)
     cancelled: list[Key] = field(default_factory=list)  # another device was faster
     to_check: list[int] = field(default_factory=list)  # jobs with all blocks returned, to be verified
-    named: list[NameStragglers] = field(default_factory=list)  # devices that live and do not answer
+    named: list[NameStragglers] = field(default_factory=list)  # devices that are alive but do not answer
     lost: list[BlocksLost] = field(default_factory=list)
     recovered: list[int] = field(default_factory=list)  # losses
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One product; `kept`: its left and right operand, if devices may keep slabs of it."""
+    """One product; `kept`: its left and right operand, each only if devices may keep slabs of it."""
 
     job: int
     shape: Shape
@@ -81,8 +81,8 @@ class Work:
 class VirtualFleet(Shell[bool]):
     """`profiles`: every device that will ever join, in order of joining. `verify`: a job ends only once `checked`
     allows it. `history`: times of earlier blocks as multiples of the expected time; without it, the cost model alone
-    decides what is overdue until enough blocks have returned. `abilities`: what the devices can do, where that is not
-    what their profiles claim."""
+    decides what is overdue until enough blocks have returned. `abilities`: what the devices can really do, if that
+    differs from their profiles."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class VirtualFleet(Shell[bool]):
         self.joined = 0
         self._profiles = profiles
         self._outcome = Outcome()
-        # actual speeds; the profiles they announced do not change
+        # actual speeds; the announced profiles do not change
         self._devices = Devices((profiles if abilities is None else abilities).copy())
 
     def join(self, count: int, newcomers: bool = False) -> Outcome:
@@ -108,8 +108,8 @@ class VirtualFleet(Shell[bool]):
         return self._tell(DevicesLeft(list(devices)))
 
     def submit(self, works: Sequence[Work], more_to_come: bool = False) -> Outcome:
-        """`more_to_come`: as many products, all critical, come before any product waits for the deferred ones
-        of these."""
+        """`more_to_come`: as many further products, all critical, come before any product waits for the deferred ones
+        among these."""
         new = [
             Submission(
                 work.job,
@@ -154,7 +154,7 @@ class VirtualFleet(Shell[bool]):
 
     @property
     def corrected(self) -> int:
-        """Number of devices whose profile was corrected by what they really delivered."""
+        """Number of devices whose profile was corrected to their measured speed."""
         return int((self._dispatcher.profiles != self._profiles[: self.joined]).sum())
 
     def block_count(self, job: int) -> int:
@@ -162,7 +162,7 @@ class VirtualFleet(Shell[bool]):
         return self._dispatcher.block_count(job)
 
     def left_behind(self) -> str:
-        """What the dispatcher still holds of jobs and kept slabs; empty once all are over and forgotten."""
+        """Jobs and kept slabs that the dispatcher still holds; empty once all have ended and are forgotten."""
         return self._dispatcher.left_behind()
 
     def _tell(self, event: Event) -> Outcome:

@@ -2,8 +2,8 @@
 
 Runs alone, in an interpreter that has NumPy, psutil and dask.distributed: `python peer_dask.py [--repeats K] [--limit-s
 S]` prints one line of JSON. Slabs and results go directly between this process and the workers, not through the
-scheduler, which was the fastest of the ways tried (broadcast slabs, slabs as arguments and Dask's actors were not
-faster). Seconds run from the operands to the assembled result.
+scheduler: the fastest way tried (broadcast slabs, slabs as arguments and Dask's actors were not faster). Seconds run
+from the operands to the assembled result.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def product(client: Any, work: Any, a: Any, b: Any) -> Any:
 
 
 def measure(client: Any, work: Any, repeats: int) -> dict[str, Any]:
-    """Best of several, after one that warms up and is checked."""
+    """Best of several products, after one that warms up and is checked."""
     a, b = work.operands()
     begin = time.perf_counter()
     worst = float(np.abs(product(client, work, a, b) - a @ b).max())
@@ -79,20 +79,20 @@ def measure(client: Any, work: Any, repeats: int) -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """This process and all it started; shared pages count once where the system can tell (Linux)."""
+    """Memory of this process and its descendants; shared pages count once if the system reports them (Linux)."""
     total = 0
     this = psutil.Process()
     for process in [this, *this.children(recursive=True)]:
         try:
             memory = process.memory_full_info()
         except psutil.Error:
-            continue  # it has just ended
+            continue  # the process has just ended
         total += getattr(memory, "pss", memory.rss)
     return total
 
 
 def works() -> list[Any]:
-    """W1, W2 and the rounds of W3, from work.py beside this file."""
+    """W1, W2 and the rounds of W3, from work.py next to this file."""
     specification = importlib.util.spec_from_file_location("work", Path(__file__).with_name("work.py"))
     if specification is None or specification.loader is None:
         raise FileNotFoundError("work.py must stand beside this script")

@@ -1,9 +1,9 @@
 """Ray on the benchmark's work, as its users would write it: one call per block, two worker processes.
 
 Runs alone, in an interpreter that has NumPy, psutil and Ray: `python peer_ray.py [--repeats K] [--limit-s S]` prints
-one line of JSON. Ray offers several ways, and which is fastest depends on the block, so all are tried and the best one
+one line of JSON. Ray offers several ways, and which is fastest depends on the block, so all are tried and the best way
 counts: tasks or one actor per worker (which skips Ray's scheduling; one actor per device would be one process per
-device), and slabs put into the object store once or, where they are small enough for Ray to send them inside the call,
+device), and slabs put into the object store once or, if they are small enough for Ray to send them inside the call,
 passed as arguments. Seconds run from the operands to the assembled result.
 """
 
@@ -75,7 +75,7 @@ def product(work: Any, a: Any, b: Any, call: Call, hand_over: Callable[[Any], An
 
 
 def measure(work: Any, repeats: int, once: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Best of several, after one that warms up and is checked."""
+    """Best of several products, after one that warms up and is checked."""
     a, b = work.operands()
     begin = time.perf_counter()
     worst = float(np.abs(once(a, b) - a @ b).max())
@@ -96,20 +96,20 @@ def measure(work: Any, repeats: int, once: Callable[[Any, Any], Any]) -> dict[st
 
 
 def memory_bytes() -> int:
-    """This process and all it started; shared pages count once where the system can tell (Linux)."""
+    """Memory of this process and its descendants; shared pages count once if the system reports them (Linux)."""
     total = 0
     this = psutil.Process()
     for process in [this, *this.children(recursive=True)]:
         try:
             memory = process.memory_full_info()
         except psutil.Error:
-            continue  # it has just ended
+            continue  # the process has just ended
         total += getattr(memory, "pss", memory.rss)
     return total
 
 
 def works() -> list[Any]:
-    """W1, W2 and the rounds of W3, from work.py beside this file."""
+    """W1, W2 and the rounds of W3, from work.py next to this file."""
     specification = importlib.util.spec_from_file_location("work", Path(__file__).with_name("work.py"))
     if specification is None or specification.loader is None:
         raise FileNotFoundError("work.py must stand beside this script")
@@ -125,7 +125,7 @@ def stop(number: int, _frame: object) -> None:
 
 
 def measure_all(repeats: int, folder: str) -> dict[str, Any]:
-    """Every work in every way: {work: the best way's figures, with the ways beside them}."""
+    """Every work in every way: {work: figures of the best way, and of each way}."""
     ways: dict[str, dict[str, dict[str, Any]]] = {}
     for kind in (tasks, actors):
         try:

@@ -1,8 +1,8 @@
 """Ray and Dask for comparison: a separate environment, their scripts run in it, their figures returned.
 
-Nothing of theirs is installed into the project's environment. A peer that cannot be installed or run is part of the
+Their packages are not installed into the project's environment. A peer that cannot be installed or run is part of the
 answer, with the reason: a table never omits a peer silently. Each script runs in its own process group, which is ended
-before `run_peers` returns, however it returns; what Ray starts outside it ends with the script.
+before `run_peers` returns, however it returns; processes that Ray starts outside the group end with the script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 INSTALL_LIMIT_S = 900.0
 RUN_LIMIT_S = 400
-GRACE_S = 20.0  # for a script to shut down what it started
+GRACE_S = 20.0  # time for a script to shut down what it started
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Peer:
     rough_run: str
 
 
-# psutil measures memory; dask.distributed needs it anyway. NumPy has the project's version: the same BLAS for all.
+# psutil measures memory; dask.distributed needs it anyway. All use the project's NumPy version: the same BLAS.
 PEERS = (
     Peer("ray", HERE / "peer_ray.py", ("ray==2.60.*", "psutil"), "about 1 min, 300 MB", "about 2 min"),
     Peer(
@@ -79,7 +79,7 @@ def run_peers(
 
 
 def _install(peer: Peer, environment: Path, progress: Callable[[str], None]) -> Path:
-    """The environment's interpreter, once the peer is installed there; a note in it says what already is."""
+    """The environment's interpreter, once the peer is installed there; a file in it notes what is installed."""
     python = environment / "bin" / "python"
     requirements = [*peer.requirements, f"numpy=={version('numpy')}"]
     note = environment / f"{peer.name}.installed"
@@ -138,7 +138,7 @@ def _run(command: list[str], limit_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ask the script to shut down if it still runs, then make sure that nothing of its group is left."""
+    """Ask the script to shut down if it still runs, then end everything left in its group."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

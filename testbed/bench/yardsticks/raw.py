@@ -1,9 +1,9 @@
-"""The yardstick: what pyzmq and NumPy alone do with the same messages, and NumPy without any message.
+"""The yardstick: pyzmq and NumPy alone on the same messages, and NumPy without messages.
 
 One ROUTER here and worker processes with one BLAS thread each, over TCP on the loopback. A block is one message and its
 result is one message; large frames are sent without a copy; each worker has a few blocks in flight. No planning, no
-checks, no emulation and no batching of blocks: what a ZeroMQ expert would write by hand. Two variants: a slab travels
-once to each worker (the harder yardstick), or with every block that needs it.
+checks, no emulation and no batching of blocks: what a ZeroMQ expert would write by hand. Two variants: each worker gets
+a slab once (the harder yardstick), or with every block that needs it.
 
 A worker reads its standard input only to notice its end: when this process ends, however it ends, so does the worker.
 `python -m testbed.bench.yardsticks.raw` prints a table.
@@ -38,13 +38,13 @@ COPY_BELOW_BYTES = 64 * 1024
 WINDOW_BYTES = 16 * 1024 * 1024
 WINDOW_BLOCKS = (2, 128)
 SILENCE_LIMIT_S = 60.0
-DEATH_LIMIT_S = 5.0  # between the end of a connection and that of its process; microseconds, unless a core is contended
+DEATH_LIMIT_S = 5.0  # from the end of a connection to the end of its process; microseconds unless a core is contended
 NUMPY_LIMIT_S = 300.0
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
 class RawWorkers:
-    """Worker processes and their ROUTER; use it in a `with`, which ends them all."""
+    """Worker processes and their ROUTER; use in a `with` block, which ends all workers."""
 
     def __init__(self, workers: int = 2) -> None:
         self._context = zmq.Context()
@@ -86,7 +86,7 @@ class RawWorkers:
             self._socket.recv()  # READY
 
     def _next_sender(self) -> bytes:
-        """The first frame of the next message; an error if a worker has died or all are silent."""
+        """The first frame of the next message; raises if a worker has died or all are silent."""
         for _ in range(int(SILENCE_LIMIT_S)):
             try:
                 return self._socket.recv()
@@ -95,7 +95,7 @@ class RawWorkers:
         raise RuntimeError(f"no raw ZeroMQ worker has spoken for {SILENCE_LIMIT_S:.0f} s; is the machine overloaded?")
 
     def _wait_for_a_death(self) -> None:
-        """Return when a worker has ended, or when none has within a limit."""
+        """Return when a worker has ended, or after a time limit."""
         until = time.monotonic() + DEATH_LIMIT_S
         while time.monotonic() < until and all(process.poll() is None for process in self._processes):
             time.sleep(0.01)
@@ -113,7 +113,7 @@ class RawWorkers:
         rectangles: list[list[int]] = work.rectangles().tolist()
         result = np.empty((work.m, work.q), dtype=np.float32)
         # Column by column, one worker from the front and the other from the back: each needs half of the column slabs,
-        # and the quicker one takes more blocks.
+        # and the faster worker takes more blocks.
         todo = deque(sorted(range(len(rectangles)), key=lambda block: (rectangles[block][2], rectangles[block][0])))
         take = {identity: (todo.popleft, todo.pop)[i % 2] for i, identity in enumerate(self._identities)}
         row_slabs: dict[int, zmq.Frame] = {}
@@ -166,7 +166,7 @@ class RawWorkers:
 
     def close(self) -> None:
         for identity in self._identities:
-            with suppress(zmq.ZMQError):  # gone already
+            with suppress(zmq.ZMQError):  # the worker has already gone
                 self._socket.send_multipart([identity, STOP], zmq.NOBLOCK)
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
@@ -203,7 +203,7 @@ def numpy_in_process(work: Work, threads: int, repeats: int = 5) -> float:
         limit = threading.Timer(NUMPY_LIMIT_S, process.kill)
         limit.start()
         try:
-            # Not communicate(): that would close its standard input, and with it the process.
+            # Not communicate(): closing standard input would end the process.
             answer = process.stdout.read() if process.stdout else b""
         except BaseException:
             process.kill()
@@ -216,14 +216,14 @@ def numpy_in_process(work: Work, threads: int, repeats: int = 5) -> float:
 
 
 def check(work: Work, result: Matrix, a: Matrix, b: Matrix) -> None:
-    """An error unless the result is A B up to the rounding of float32."""
+    """Raise unless the result is A B up to the rounding of float32."""
     worst = float(np.abs(result - a @ b).max())
     if not worst <= 1e-6 * work.n:
         raise RuntimeError(f"{work.name}: the assembled result is off by {worst:.3g}: these seconds measure nothing")
 
 
 def _window(work: Work) -> int:
-    """Blocks in flight per worker: two large ones hide the link, many small ones hide the round trip."""
+    """Blocks in flight per worker: two large blocks hide the link, many small blocks hide the round trip."""
     fewest, most = WINDOW_BLOCKS
     return max(fewest, min(most, WINDOW_BYTES // (4 * work.n * (work.block_rows + work.block_columns))))
 
