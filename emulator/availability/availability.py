@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from agent.protocol.errors import UserError
 
-LATEST_S = 1e11  # three thousand years; Unix time in milliseconds is above
+LATEST_S = 1e11  # three thousand years; Unix time in milliseconds is larger
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -36,7 +36,7 @@ class Repairs:
     silent: int = 0  # devices of an event trace without any available row
 
     def told(self) -> list[str]:
-        """One line each, for people; none if nothing was repaired."""
+        """One line per kind of repair, for people; empty if nothing was repaired."""
         lines = (
             (self.unsorted, "rows out of order, sorted"),
             (self.merged, "intervals that overlapped or touched the one before, merged"),
@@ -91,7 +91,7 @@ class AvailabilityTrace:
         return self.device[order], self.start_s[order], self.end_s[order]
 
     def gaps_s(self) -> Floats:
-        """Between consecutive sessions of a device."""
+        """Gaps between consecutive sessions of each device."""
         return _gaps(*self.by_device())
 
     def present_at(self, at_s: float) -> NDArray[np.bool_]:
@@ -102,7 +102,7 @@ class AvailabilityTrace:
 
     def device_seconds(self, until_s: ArrayLike) -> Floats:
         """Total seconds of availability over all devices, from 0 to each of these times: the sum of (t - start) over
-        what has started, less the sum of (t - end) over what has ended."""
+        intervals that have started, less the sum of (t - end) over intervals that have ended."""
         at_s = np.asarray(until_s, dtype=np.float64)
 
         def since(moments: Floats) -> Floats:

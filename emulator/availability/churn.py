@@ -1,16 +1,16 @@
-"""Churn: from a trace of availability to when each device leaves and joins, and whether that happened.
+"""Churn: when each device leaves and joins according to a trace of availability, and whether that happened.
 
 Pure: no threads, no sockets, no clock. An injector asks the schedule what is due and carries it out; `audit` then
 compares what was done with what was asked for.
 
-A schedule reads the trace through a window that moves `speed_up` times as fast as the run and starts at `offset_s`. It
-wraps around at the end of the trace, so a run may last any time:
+A schedule reads the trace through a window that moves `speed_up` times as fast as the run and starts at `offset_s`. The
+window wraps around at the end of the trace, so a run may have any length:
 
-    device i is there at run time t  <=>  its trace device is there at (offset + shift_i + t speed_up) mod duration
+    device i is present at run time t  <=>  its trace device is present at (offset + shift_i + t speed_up) mod duration
 
-A fleet smaller than the trace uses as many of its devices, chosen by the seed. A larger fleet reuses them: the first
-copies unchanged, each of the others shifted by its own uniform part of the trace (which flattens the time of day).
-`notes` says which. A device that returns keeps its index.
+A fleet smaller than the trace uses a subset of its devices, chosen by the seed. A larger fleet reuses them: the first
+copies unchanged, each further copy shifted by its own uniform part of the trace (which flattens the daily rhythm).
+`notes` records which. A device that returns keeps its index.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _events(
 
     def run_time(moments: Floats) -> Floats:
         into = np.mod(moments[row] - phase_s[owner], trace.duration_s)
-        at_s: Floats = np.where(into == 0, trace.duration_s, into) / speed_up  # what is due at 0 has happened
+        at_s: Floats = np.where(into == 0, trace.duration_s, into) / speed_up  # an event due at 0 has happened
         return at_s
 
     # A session that spans the end of the trace leaves and joins at the same time, which is no event: events of one
@@ -167,7 +167,7 @@ def _events(
     present = np.zeros(len(source), dtype=np.bool_)
     present[owner[(start_s[row] <= phase_s[owner]) & (phase_s[owner] < end_s[row])]] = True
     moving, earliest = np.unique(device, return_index=True)
-    # a device whose first event is leaving is present; also where rounding moved an edge
+    # a device whose first event is a leave is present at 0, even where rounding moved an edge
     present[moving] = change[earliest] < 0
 
     order = np.lexsort((device, at_s))
@@ -206,9 +206,9 @@ def audit(
     until_s: float | None = None,
     early_s: float = EARLY_S,
 ) -> ChurnAudit:
-    """`until_s` is when the injector last looked (None: one pass through the trace); later events are not missing. An
-    injected event is matched with the latest unmatched scheduled event of its device and kind that was due by then, so
-    that one omitted event does not make all later ones look late."""
+    """`until_s` is when the injector last looked (None: one pass through the trace); later events do not count as
+    missing. An injected event is matched with the latest unmatched scheduled event of its device and kind that was due
+    by then, so that one omitted event does not make all later ones look late."""
     due = schedule.until(schedule.period_s if until_s is None else until_s)
     asked: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in reversed(due):

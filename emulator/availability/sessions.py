@@ -1,10 +1,10 @@
 """Traces generated from published distributions: alternating sessions and absences, device by device.
 
-Pure and seeded. Every device has its own random stream and durations are drawn in chunks of fixed size, so that a
-larger fleet begins with the smaller one. A trace starts in equilibrium, not with all devices arriving at once: a device
-is present with probability mean session / (mean session + mean absence), and its first interval is a length-biased draw
-(long sessions are more likely to be met) with a uniform share left. Assumes that devices are independent and
-that there is no time of day; where the daily rhythm matters, use a trace.
+Pure and seeded. Every device has its own random stream and durations are drawn in chunks of fixed size, so that
+the first devices of a larger fleet equal a smaller fleet. A trace starts in equilibrium, not with all devices arriving
+at once: a device is present with probability mean session / (mean session + mean absence), and its first interval is a
+length-biased draw (long sessions are more likely to be met), of which a uniform share is left. Assumes independent
+devices and no daily rhythm; where that rhythm matters, use a recorded trace.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def flash_sessions(devices: int, duration_s: float, seed: int) -> AvailabilityTr
     to 120 s merged, sessions under 60 s dropped).
 
     Session hours are lognormal, mu -0.484, sigma 1.363. That fit alone has a mean of 1.56 h, hence 0.64 departures per
-    available hour, where the trace has 0.69: its tail is longer than any session of the trace (22.7 h). Sessions above
-    28.5 h are redrawn, which gives a mean of 1.449 h = 1 / 0.69 and moves the median by 0.4%. A phone is present 2.3 h
-    per day, so the mean absence is 1.449 h (24 / 2.3 - 1) = 13.7 h. Only this mean is supported by data; the shape is
-    assumed exponential, which adds no further figure. In the trace many absences are shorter (median 0.9 h between
-    sessions of one night) and others longer (until the next night).
+    available hour, where the trace has 0.69: the fit's tail is longer than any session of the trace (22.7 h). Sessions
+    above 28.5 h are redrawn, which gives a mean of 1.449 h = 1 / 0.69 and moves the median by 0.4%. A phone is present
+    2.3 h per day, so the mean absence is 1.449 h (24 / 2.3 - 1) = 13.7 h. Only this mean is supported by data; the
+    shape is assumed exponential, which adds no further figure. In the trace many absences are shorter (median 0.9 h
+    between sessions of one night) and others longer (until the next night).
     """
     up = lognormal(FLASH_MU, FLASH_SIGMA, HOUR_S, FLASH_LONGEST_H)
     away = exponential(up.mean_s * (24 / FLASH_HOURS_PER_DAY - 1))
@@ -110,8 +110,8 @@ def flash_sessions(devices: int, duration_s: float, seed: int) -> AvailabilityTr
 
 
 def seti_sessions(devices: int, duration_s: float, seed: int) -> AvailabilityTrace:
-    """Volunteers' computers as in SETI@home: up Weibull of shape 0.393 and scale 2.964 h (median 1.2 h, mean 10.3 h),
-    down lognormal, mu -0.586, sigma 2.844 of hours (median 0.6 h, mean 31.8 h), hence present 24.6% of the time.
+    """Volunteers' computers as in SETI@home. Sessions: Weibull, shape 0.393, scale 2.964 h (median 1.2 h, mean 10.3 h);
+    absences: lognormal, mu -0.586, sigma 2.844 of hours (median 0.6 h, mean 31.8 h), hence present 24.6% of the time.
 
     The figures are attributed to the ComBoS simulator (Alonso-Monsalve et al., Simulation Modelling Practice and
     Theory, 2017); they have not been checked against the paper. Both tails are very long: most computers that are away

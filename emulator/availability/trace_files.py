@@ -9,8 +9,8 @@
             event_stop_time, and platform_id and component_id where present
 
 All times are in seconds and may be Unix time. In an event trace a node is available only where a row says so; a node
-without such a row is left out and counted, because its availability is unknown. Reads one file into memory; assumes
-UTF-8.
+without such a row is left out and counted, because its availability is unknown. Reads the whole file into memory;
+assumes UTF-8.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a device's container may use of its host: processor time and memory. Pure.
 
-A device is as fast as its model says. Its share of a core is its rate over that of a core of the host, measured there
+A device is as fast as its model says. Its share of a core is its rate divided by that of one host core, measured there
 with the same kernel. The limit applies to the thread that computes (`emulator.containers.throttle`). Other work of a
-container (messages, their encryption, copies) is not the device's and has its own MESSAGES_SHARE. Where that thread
-cannot be limited on its own, the whole container is, and messages get only OWN_SHARE.
+container (messages, their encryption, copies) is not the device's work and gets MESSAGES_SHARE. Where that thread
+cannot be limited on its own, the limit applies to the whole container, and messages get only OWN_SHARE.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 ROOM = 0.05  # margin where the pod waits until answers are due: products of a thousand rows are this much slower
 MESSAGES_SHARE = 1.0  # of a core: ZeroMQ receives, decrypts and sends on one thread
-OWN_SHARE = 0.1  # the same, within one quota for both
+OWN_SHARE = 0.1  # of a core for messages, where one quota covers both
 OWN_BYTES = 96 << 20  # Python, NumPy and ZeroMQ: 45 MB, plus messages in flight beside the operands
 LEAST_US = 1000  # some kernels silently ignore a smaller quota
-SHORTEST_US, LONGEST_US = 10_000, 100_000  # periods: short ones stop a pod for a shorter time; kernels keep these well
+SHORTEST_US, LONGEST_US = 10_000, 100_000  # periods: a short one stops a pod for less time; kernels enforce these well
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Allotment:
 
 
 def allotment(flops: float, memory_bytes: int, core_flops: float, modelled: bool) -> Allotment:
-    """For a device of this rate and RAM budget on a host with such cores. `modelled`: the pod waits until answers are
-    due."""
+    """The allotment of a device of this rate and RAM budget on a host with such cores. `modelled`: the pod waits until
+    answers are due."""
     exact = min(1.0, flops / core_flops)
     share = min(1.0, exact * (1.0 + ROOM)) if modelled else exact
     return Allotment(

@@ -1,8 +1,8 @@
 """The containers of a run, through the Docker SDK: the engine, its networks, containers and their streams.
 
 A thin shell. The engine is the one named by DOCKER_HOST, here or on another machine, or this host's own. Everything
-made here carries the label `cleave.run` and its owner, so that it can be found and removed even if its maker has died.
-An error from the engine becomes one line that says what to do.
+made here carries the label `cleave.run` and its owner, so that it can be found and removed even if the process that
+made it has died. An error from the engine becomes one line that says what to do.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ IMAGE = "cleave-device"
 RUN_LABEL, OWNER_LABEL, SOURCES_LABEL = "cleave.run", "cleave.owner", "cleave.sources"
 SHAPES_LINKS = ["NET_ADMIN", "SYS_ADMIN", "SYS_PTRACE"]  # needed to change an interface of another container
 THREADS = 8  # concurrent requests to the engine
-TIMEOUT_S = 120.0  # per request: an engine that starts hundreds of containers takes its time
+TIMEOUT_S = 120.0  # per request: an engine that starts hundreds of containers is slow
 STANDARD_ERROR = 2
 HEADER = struct.Struct(">BxxxL")  # precedes every piece of a container's output: stream and size in bytes
 
 
 class EngineError(Failure):
-    """The Docker engine could not do what was asked; the message has its own words."""
+    """The Docker engine could not do what was asked; the message quotes its reply."""
 
 
 class NoEngine(UserError):
@@ -137,7 +137,7 @@ class DockerEngine:
         return found
 
     def make_bridge(self, number: int, subnet: IPv4Network | None) -> Bridge:
-        """On this range, or on the first free one that the engine accepts."""
+        """A bridge on this range, or on the first free one that the engine accepts."""
         import docker.errors
         from docker.types import IPAMConfig, IPAMPool
 
@@ -162,7 +162,7 @@ class DockerEngine:
     # ---- containers
 
     def create(self, spec: Spec, image: str) -> Any:
-        """Created but not started, so that a caller can attach before its first output."""
+        """A container, created but not started, so that a caller can attach before its first output."""
         import docker.errors
         from docker.types import LogConfig
 
@@ -214,7 +214,7 @@ class DockerEngine:
         return container, stream
 
     def ask(self, spec: Spec, image: str, question: bytes) -> tuple[int, bytes, str]:
-        """Run a container with this input until it ends: exit code, output, errors. It is removed."""
+        """Run a container with this input until it ends: exit code, output, errors. Removes the container."""
         container, stream = self.start(spec, image)
         try:
             stream.send_all(question, last=True)
@@ -242,7 +242,7 @@ class DockerEngine:
         return found
 
     def remove_containers(self, run: str) -> int:
-        """All containers of a run, running or not; returns how many there were."""
+        """Remove all containers of a run, running or not; returns their number."""
         label = {"label": f"{RUN_LABEL}={run}"}
         with self._explained("list what is ours"):
             found = self.client.containers.list(all=True, filters=label, ignore_removed=True)
@@ -251,7 +251,7 @@ class DockerEngine:
         return len(found)
 
     def remove_networks(self, run: str) -> int:
-        """All networks of a run, to which no container may be connected; returns how many there were."""
+        """Remove all networks of a run, to which no container may be connected; returns their number."""
         with self._explained("list what is ours"):
             found = self.client.networks.list(filters={"label": f"{RUN_LABEL}={run}"})
         for network in found:
@@ -259,7 +259,7 @@ class DockerEngine:
         return len(found)
 
     def _remove(self, thing: Any, **options: Any) -> None:
-        """Tolerates another process removing it at the same time."""
+        """Remove a container or network; tolerates another process removing it at the same time."""
         import docker.errors
 
         with self._explained(f"remove {thing.name}"):
@@ -280,7 +280,7 @@ class Stream:
         self._socket: Any = getattr(raw, "_sock", raw)
         self._socket.setblocking(False)
         self._received = b""
-        self.errors = b""  # the end of its standard error
+        self.errors = b""  # the end of the container's standard error
 
     def fileno(self) -> int:
         return int(self._socket.fileno())
@@ -304,7 +304,7 @@ class Stream:
         return output
 
     def send(self, data: bytes) -> int:
-        """Bytes accepted; BlockingIOError if none can be at present, BrokenPipeError if the container has ended."""
+        """Bytes accepted; BlockingIOError if none are accepted now, BrokenPipeError if the container has ended."""
         try:
             return int(self._socket.send(data))
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -355,7 +355,7 @@ def missing_image(image: str, address: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes, including those a library has only put among the arguments."""
+    """The error and its causes, including causes that a library has only put among the arguments."""
     seen: set[int] = set()
     found: list[BaseException | None] = [error]
     while found:

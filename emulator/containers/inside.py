@@ -39,8 +39,8 @@ def main() -> int:
 
 
 def core_flops(clock: Callable[[], float] = time.thread_time) -> float:
-    """FLOP/s of one thread, with a product so large that a larger one is no faster, per second of processor time, which
-    is what a quota counts. The best of several: next to other programs a product takes up to 10% longer, never less."""
+    """FLOP/s of one thread, per second of processor time (which a quota counts), on a product so large that a larger
+    one is no faster. The best of several: next to other programs a product takes up to 10% longer, never less."""
     import numpy as np  # not needed to report that the server is unreachable
 
     from agent.compute.kernels import NumpyKernel
@@ -56,7 +56,7 @@ def core_flops(clock: Callable[[], float] = time.thread_time) -> float:
 
 
 def shake_hands(endpoint: str, curve: Curve) -> None:
-    """As a device does; breaking off the handshake would look like a stranger's connection."""
+    """Complete the handshake as a device does; an incomplete one would look like a stranger's connection."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
         curve.apply(line)

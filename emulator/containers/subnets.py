@@ -1,4 +1,4 @@
-"""Free address ranges for the bridges of a run, as far as can be seen. Pure, except for reading this host's routes."""
+"""Address ranges that look free, for the bridges of a run. Pure, except for reading this host's routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CANDIDATES = (
 
 
 def free_subnets(used: Iterable[IPv4Network]) -> Iterator[IPv4Network]:
-    """Ranges of 65,536 addresses that overlap neither with used ones nor with each other."""
+    """Ranges of 65,536 addresses that overlap neither the used ranges nor each other."""
     taken = [network for network in used if network.prefixlen > 0]  # the default route overlaps everything
     for candidate in map(ipaddress.IPv4Network, CANDIDATES):
         if not any(candidate.overlaps(network) for network in taken):
@@ -55,12 +55,12 @@ def bridges_for(containers: int) -> int:
 
 
 def split(network: IPv4Network, count: int) -> list[IPv4Network]:
-    """The first `count` of at least as many equal parts."""
+    """The first `count` of 2^n equal parts, the smallest 2^n of at least `count`."""
     return list(network.subnets(prefixlen_diff=(count - 1).bit_length()))[:count]
 
 
 def host_routes(table: Path = Path("/proc/net/route")) -> list[IPv4Network]:
-    """Ranges that this host has routes for; none where the kernel does not say."""
+    """Ranges that this host has routes for; none where the kernel does not list them."""
     try:
         lines = table.read_text().splitlines()[1:]
     except OSError:

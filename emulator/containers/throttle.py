@@ -1,14 +1,14 @@
 """A CPU quota for a device's arithmetic alone: a control group within its container's.
 
 One thread of a pod does the device's arithmetic (`ComputeThread`); others do messages, their encryption and Python,
-which are not the device's work. So the quota applies to that thread alone. A container cannot set it for itself: the
-testbed runs this in a container that sees the engine's processes and control groups, and passes the pods on standard
-input:
+which are not the device's work. So the quota applies to that thread alone. A container cannot set its own quota: the
+testbed runs this module in a container that sees the engine's processes and control groups, and passes the pods on
+standard input:
 
     python -m emulator.containers.throttle    {"pods": [{"process": 71, "quota_us": 1000, "period_us": 20000}, ...]}
 
-Supports control groups version 1 and, as threaded groups, version 2. They go with their containers. An error is one
-line on standard error and exit code 2; the caller then has to limit whole containers.
+Supports control groups version 1 and, as threaded groups, version 2. The groups disappear with their containers. An
+error is one line on standard error and exit code 2; the caller then has to limit whole containers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agent.compute.kernels import Array, Kernel
 from agent.protocol.errors import UserError
 
 GROUPS = Path("/groups")  # where a container finds the engine's control groups
-THREAD = "cleave-kernel"  # its name as seen by Linux, at most 15 characters
+THREAD = "cleave-kernel"  # the computing thread's name as seen by Linux, at most 15 characters
 GROUP = "kernel"
 READY_S = 60.0  # for a pod to start its thread: hundreds of Python processes start at the same time
 _PR_SET_NAME = 15
@@ -91,7 +91,8 @@ def container_group(listed: str, groups: Path = GROUPS) -> tuple[Path, bool]:
 
 
 def throttle(group: Path, second: bool, thread: int, quota_us: int, period_us: int) -> None:
-    """Limit this thread of a process in this group to `quota_us` of processor time per period. Read back."""
+    """Limit this thread of a process in this group to `quota_us` of processor time per period, and read the limit
+    back."""
     inner = group / GROUP
     inner.mkdir(exist_ok=True)
     if second:
@@ -112,7 +113,7 @@ def throttle(group: Path, second: bool, thread: int, quota_us: int, period_us: i
 def throttle_all(
     pods: Sequence[dict[str, Any]], now_s: Callable[[], float] = time.monotonic, groups: Path = GROUPS
 ) -> None:
-    """A pod that has ended needs no quota; but if none exists, their processes are hidden from us."""
+    """A pod that has ended needs no quota; if no pod's process exists, the pods are hidden from this container."""
     if pods and not any(Path(f"/proc/{pod['process']}").exists() for pod in pods):
         raise ThrottleError("the processes of containers are not to be seen from here")
     deadline_s = now_s() + READY_S
@@ -126,7 +127,7 @@ def throttle_all(
             where, second = container_group(Path(f"/proc/{process}/cgroup").read_text(), groups)
             throttle(where, second, thread, int(pod["quota_us"]), int(pod["period_us"]))
         except OSError as error:
-            if Path(f"/proc/{process}").exists():  # otherwise it has ended, which others notice
+            if Path(f"/proc/{process}").exists():  # otherwise the pod has ended, which other code notices
                 raise ThrottleError(f"{error.filename or 'a control group'}: {error.strerror}") from None
 
 

@@ -32,7 +32,7 @@ Following = Mapping[str, tuple[int, float]]  # address -> trace, and the device'
 
 
 def rate_bps(trace: RateTrace, mean_bps: float, begins_s: float) -> float:
-    """Rate in the window that begins then, on a line of this mean rate."""
+    """Rate in the window that begins at `begins_s`, on a line of this mean rate."""
     packets = float(np.diff(trace.passed(np.array([begins_s, begins_s + WINDOW_S])))[0])
     return max(LEAST_BPS, 8 * PACKET_BYTES * packets / WINDOW_S * mean_bps / trace.mean_bps)
 
@@ -40,7 +40,7 @@ def rate_bps(trace: RateTrace, mean_bps: float, begins_s: float) -> float:
 def at(
     pod: PodLinks, traces: Sequence[LinkTrace], following: Following, passed_s: float
 ) -> tuple[tuple[str, LinkSpec], ...]:
-    """The pod's devices that follow a trace, with their rates at that time."""
+    """The pod's devices that follow a trace, with their rates `passed_s` after the start."""
     devices = []
     for address, spec in pod.devices:
         if address in following:

@@ -1,7 +1,7 @@
 """Two network namespaces with a veth pair between them, where links can be made and measured without affecting anything
 else on the machine. Needs root.
 
-The namespaces have no names and end with the process that holds them, however it ends, so nothing is left behind.
+The namespaces have no names and disappear when the process that holds them ends, however it ends.
 """
 
 from __future__ import annotations

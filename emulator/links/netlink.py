@@ -1,11 +1,11 @@
 """Messages to the kernel's traffic control, interfaces and routes, in batches, in any network namespace.
 
-pyroute2 encodes and decodes the messages; sockets are our own. One pyroute2 call per class would take seconds for
-thousands of classes. Here one write carries hundreds of messages, and the kernel answers only the last one and those
-that fail.
+pyroute2 encodes and decodes the messages; this module opens its own sockets. One pyroute2 call per class would take
+seconds for thousands of classes. Here one write carries hundreds of messages, and the kernel answers only the last
+message and those that fail.
 
-A thread may be in a different network namespace than the rest of its process, and a socket stays in the namespace it
-was made in. So a short-lived thread enters the namespace to make the socket, and no other thread ever moves.
+A thread may be in a different network namespace from the rest of its process, and a socket stays in the namespace in
+which it was made. So a short-lived thread enters the namespace to make the socket, and no other thread ever moves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NetlinkError(OSError):
 
 
 class _HtbOptions(nla):  # type: ignore[misc]
-    """pyroute2's version computes tables of 512 rates per class that no kernel of this decade reads."""
+    """pyroute2's version computes tables of 512 rates per class that current kernels do not read."""
 
     nla_map = (
         ("TCA_HTB_UNSPEC", "none"),
@@ -108,7 +108,7 @@ class Netlink:
     """A socket to the kernel, in one namespace."""
 
     def __init__(self, namespace: int | str | None = None) -> None:
-        """`namespace`: the id of a process in it, its name or path, or None for the current one."""
+        """`namespace`: the id of a process in it, its name or path, or None for the current namespace."""
         self._socket = _open() if namespace is None else in_namespace(namespace, _open)
         self._sequence = 0
 
@@ -136,7 +136,8 @@ class Netlink:
     # ---- talking
 
     def send(self, messages: Sequence[bytes]) -> None:
-        """Send all of them, in order. NetlinkError for the first that failed; those after it are carried out too."""
+        """Send all messages, in order. Raises NetlinkError for the first that fails; the rest of its batch is carried
+        out."""
         batch: list[bytes] = []
         size = 0
         for message in messages:
@@ -188,7 +189,8 @@ class Netlink:
         return {one.name: one for one in found}
 
     def interface(self, which: str | int) -> Interface | None:
-        """By name or index; None if it does not exist. Avoids a full dump on hosts with hundreds of interfaces."""
+        """One interface, by name or index; None if it does not exist. Avoids a full dump on hosts with hundreds of
+        interfaces."""
         asked = ifinfmsg()
         asked["index"] = which if isinstance(which, int) else 0
         name = [("IFLA_IFNAME", which)] if isinstance(which, str) else []
@@ -206,7 +208,7 @@ class Netlink:
         return None
 
     def of_interface(self, kind: int, index: int) -> Iterator[Any]:
-        """Its classes (GET_CLASS) or queueing disciplines (GET_QDISC)."""
+        """The classes (GET_CLASS) or queueing disciplines (GET_QDISC) of an interface."""
         asked = TrafficMessage()
         asked["index"] = index
         decode = _decoder(TrafficMessage)
@@ -249,7 +251,7 @@ def _failure(message: bytes) -> NetlinkError | None:
     if code == 0:
         return None
     said = os.strerror(-code)
-    at = 4 + 2 * _HEADER.size  # its own header and that of our message, then the kernel's explanation
+    at = 4 + 2 * _HEADER.size  # after its own header and that of the request; then the kernel's explanation
     while at + 4 <= len(message):
         length, kind = struct.unpack_from("=HH", message, at)
         if kind & 0x3FFF == 1:
@@ -276,7 +278,7 @@ def _open() -> socket.socket:
 
 
 def enter(namespace: int | str) -> None:
-    """Move this thread, and any that it starts, to the namespace."""
+    """Move this thread, and any thread that it starts, to the namespace."""
     if isinstance(namespace, int):
         path = Path(f"/proc/{namespace}/ns/net")
     else:

@@ -25,7 +25,7 @@ from types import TracebackType
 
 WARM_UP_S, WARM_UP_PACKETS = 1.0, 40  # at least, before counting starts
 LEAST_S, PACKETS = 2.0, 60  # at least, for a rate
-MOST_S = 20.0  # of either; a link too slow for that many packets is measured with fewer
+MOST_S = 20.0  # limit of warm-up and of measuring; a link too slow for that many packets is measured with fewer
 GROUP_BPS = 150e6  # total of links measured at once, both directions
 ROUND_TRIPS = 7
 CONNECT_S = 30.0
@@ -57,8 +57,8 @@ def spans_s(rate_bps: float) -> tuple[float, float]:
 
 
 def groups(devices: Sequence[Asked], most_bps: float = GROUP_BPS) -> Iterator[list[Asked]]:
-    """As many devices at once as fit; a device faster than the limit is measured alone. Similar rates are grouped,
-    because they take equally long."""
+    """Groups of as many devices as fit; a device faster than the limit is measured alone. Devices of similar rates
+    share a group, because they take equally long."""
     group: list[Asked] = []
     total = 0.0
     for device in sorted(devices, key=lambda one: min(one.down_bps, one.up_bps)):
@@ -73,7 +73,7 @@ def groups(devices: Sequence[Asked], most_bps: float = GROUP_BPS) -> Iterator[li
 
 
 class Rate:
-    """Rate of what has arrived since the warm-up."""
+    """Rate of the bytes that have arrived since the warm-up."""
 
     def __init__(self, line_bps: float) -> None:
         self._warm_up_s, self._needs_s = spans_s(line_bps)
@@ -130,7 +130,7 @@ class ProbeServer:
                     self._serve_one(connection, key.data, events)
                 except BlockingIOError:
                     continue
-                except OSError:  # the client has what it wanted
+                except OSError:  # the client has finished and closed the connection
                     self._drop(connection)
 
     def _accept(self) -> None:
@@ -215,7 +215,7 @@ def _connected(server: tuple[str, int], address: str, new_socket: Callable[[], s
 
 
 def _round_trip_s(server: tuple[str, int], address: str, new_socket: Callable[[], socket.socket]) -> float:
-    """The median of a few, on an idle link."""
+    """The median of ROUND_TRIPS, on an idle link."""
     took = []
     with _connected(server, address, new_socket) as connection:
         connection.sendall(ECHO)
@@ -231,7 +231,7 @@ def _rates(
     server: tuple[str, int], group: Sequence[Asked], new_socket: Callable[[], socket.socket]
 ) -> dict[str, tuple[float, float]]:
     """Rates down and up of each device, all at the same time, each direction on its own connection. Devices that are
-    done keep sending until all are: they are the load for the others."""
+    done keep sending until all are done, as load for the others."""
     deadline = time.monotonic() + 2 * CONNECT_S
     downs: dict[str, float] = {}
     ups: dict[str, float] = {}

@@ -3,9 +3,9 @@
 Each line of a file is an integer: the millisecond at which one packet of 1,500 bytes may pass. Lines never decrease; a
 millisecond may occur several times. After the last line the trace starts over; the last millisecond is its length.
 
-A transfer takes opportunities one after the other: with `passed(t)` the number of them before t, a transfer that finds
-the line free at t ends with opportunity passed(t) + packets. Both are looked up in the sorted times, for any number of
-transfers at once. A transfer that needs part of a packet leaves the rest to the next one.
+A transfer takes opportunities one after the other: with `passed(t)` opportunities before t, a transfer that finds the
+line free at t ends with opportunity passed(t) + packets. Both are looked up in the sorted times, for any number of
+transfers at once. A transfer that needs part of a packet leaves the rest to the next transfer.
 
 `RateTrace` is pure; `read_link_trace` reads a pair of files, plain or compressed (.gz).
 """
@@ -81,7 +81,7 @@ class RateTrace:
         return moments
 
     def rates_bps(self, window_s: float) -> Floats:
-        """Mean rate in each whole window of the trace; of the whole trace if it is shorter than one window."""
+        """Mean rate in each whole window of the trace, or of the whole trace if that is shorter than one window."""
         count = int(self.length_s / window_s)
         if count < 1:
             return np.array([self.mean_bps])

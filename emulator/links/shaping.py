@@ -136,7 +136,7 @@ def _try_everything() -> KernelSupport:
 
 
 def apply(pods: Sequence[PodLinks], kernel: KernelSupport | None = None) -> Applied:
-    """All of it, or nothing and a ShapingError."""
+    """Make all links, or none and raise a ShapingError."""
     begun = time.monotonic()
     kernel = kernel or probe()
     if kernel.missing:
@@ -156,7 +156,7 @@ def apply(pods: Sequence[PodLinks], kernel: KernelSupport | None = None) -> Appl
 
 
 def change(pods: Sequence[PodLinks], kernel: KernelSupport | None = None) -> Applied:
-    """New figures for devices that already have links; the others keep theirs."""
+    """Set new figures for devices that already have links; the other devices keep theirs."""
     begun = time.monotonic()
     netem = (kernel or probe()).netem
     plans = [make_plan(pod, netem) for pod in pods]
@@ -172,7 +172,7 @@ def change(pods: Sequence[PodLinks], kernel: KernelSupport | None = None) -> App
 
 
 def clear(pods: Iterable[PodLinks]) -> None:
-    """Remove what is left of the links. Parts that are gone already, such as a whole namespace, are no error."""
+    """Remove what is left of the links. A part that is already gone, such as a whole namespace, is not an error."""
     for pod in pods:
         with suppress(ShapingError), Ends(pod) as ends:
             ends.clear()
@@ -230,7 +230,7 @@ class Ends:
         if inside is not None:
             self._tell_tcp(inside, plan, undo)
         lumps = [(self._inside, inside, self._up, plan.up), (self._outside, outside, self._down, plan.down)]
-        if self._bridge is not None:  # the server's route ends there
+        if self._bridge is not None:  # the server's route ends at the bridge
             lumps.append((self._outside, outside, self._bridge, plan.down))
         for link, where, interface, side in lumps:
             if side.segments < interface.segments:
@@ -246,7 +246,7 @@ class Ends:
             self._do(link, messages, f"classes on {name}", where, None, undo)
 
     def _tell_tcp(self, inside: int | str, plan: ShapingPlan, undo: ExitStack) -> None:
-        """Settings of TCP in the pod's namespace; the server's side gets its own through routes."""
+        """Set TCP in the pod's namespace; the server's side gets its settings through routes."""
         for key, value in settings(plan).items():
             if (was := netlink.setting(inside, key)) is not None:
                 netlink.set_setting(inside, key, value)
@@ -275,13 +275,13 @@ class Ends:
             undo.callback(_send_quietly, where, back)
 
     def _routes(self, patience_s: float = 0.0) -> list[tuple[Netlink, int | str | None, bytes, bytes]]:
-        """Routes by which the server's side finds the devices, with the settings of its TCP for that path; a prefix
-        must also be local to the pod. Each message comes with the one that undoes it. `patience_s`: 0 leaves out the
-        TCP settings."""
+        """Routes by which the server's side reaches the devices, with its TCP settings for that path; a prefix must
+        also be local to the pod. Each message comes with the message that undoes it. `patience_s`: 0 leaves out the TCP
+        settings."""
         metrics: list[tuple[str, Any]] = []
         if patience_s:
             told = [
-                ("RTAX_LOCK", 1 << _RTO_MIN),  # otherwise it is only a suggestion
+                ("RTAX_LOCK", 1 << _RTO_MIN),  # otherwise RTO_MIN is only a suggestion
                 ("RTAX_RTO_MIN", round(1e3 * patience_s)),
                 ("RTAX_CC_ALGO", _congestion_control()),
             ]
@@ -314,7 +314,7 @@ class Ends:
         ]
 
     def change(self, plan: ShapingPlan, known: bool = False) -> None:
-        """`known`: they were changed before, so they exist."""
+        """`known`: these classes were changed before, so they exist."""
         for link, index, side in self._sides(plan):
             there = set() if known else {one["handle"] & 0xFFFF for one in link.of_interface(netlink.GET_CLASS, index)}
             if missing := [] if known else [one.minor for one in side.classes if one.minor not in there]:
@@ -345,14 +345,14 @@ class Ends:
         if self.asked.namespace is not None:
             usual = DEFAULTS | {_CONGESTION: netlink.setting(None, _CONGESTION) or CONGESTION_CONTROLS[0]}
             for key, value in usual.items():
-                with suppress(OSError):  # not every kernel knows all of them
+                with suppress(OSError):  # not every kernel has all settings
                     netlink.set_setting(self.asked.namespace, key, value)
         for link, _, _, back in self._routes():
             with suppress(NetlinkError):
                 link.send([back])
 
     def read_back(self, plan: ShapingPlan) -> tuple[int, int]:
-        """Number of classes and leaves; ShapingError if one differs from what was asked for."""
+        """Number of classes and leaves; ShapingError if a figure differs from the plan."""
         classes = leaves = 0
         for link, index, side in self._sides(plan):
             rates = {
@@ -399,8 +399,8 @@ def _socket(namespace: int | str | None) -> Netlink:
 
 
 def _find(link: Netlink, name: str, where: str) -> Interface:
-    """By name, or by a pattern that matches exactly one: an engine calls a container's first interface eth0, and eth1
-    if it was detached and attached again."""
+    """An interface, by name or by a pattern that matches exactly one: an engine calls a container's first interface
+    eth0, and eth1 if it was detached and attached again."""
     if "*" in name and len(names := fnmatch.filter(link.interfaces(), name)) == 1:
         name = names[0]
     found = link.interface(name)
@@ -427,13 +427,13 @@ def _explained(error: NetlinkError, what: str, asked: PodLinks) -> ShapingError:
 
 
 def _congestion_control() -> str:
-    """For the server's side: a route may name any algorithm that the kernel has."""
+    """The algorithm of the server's side: a route may name any that the kernel has."""
     there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     return next((name for name in CONGESTION_CONTROLS if name in there), CONGESTION_CONTROLS[-1])
 
 
 def _send_quietly(namespace: int | str | None, message: bytes) -> None:
-    """Undo: what is already gone needs no removal."""
+    """Send an undo message; an error means that the object is already gone."""
     with suppress(ShapingError, NetlinkError), _socket(namespace) as link:
         link.send([message])
 

@@ -1,28 +1,28 @@
 """Kernel links, the pure part: which classes and leaves a pod's devices need, and the equivalent `tc` commands.
 
-Every device has an address, and an htb class in each direction: up on its own side's interface, selected by source
+Every device has an address, and an htb class in each direction: up on the pod's interface, selected by source
 address; down on the server's interface, selected by destination. The class is the low 16 bits of the address, so that
-one classic BPF program finds all of them. Where the kernel has netem, a leaf under the class adds delay, jitter and
+one classic BPF program finds every class. Where the kernel has netem, a leaf under the class adds delay, jitter and
 loss.
 
-- The rates of our profiles are throughput, so the class rate is raised by the share that Ethernet, IP and TCP headers
-  take of a full packet.
-- A device's bare acknowledgements bypass its uplink class. Our rates were measured one direction at a time, and on a
-  20:1 line the acknowledgements of a full downlink would take half of the uplink.
-- Data waiting in the uplink's queue also carries acknowledgements. If newer ones overtake it for long, the server's TCP
-  takes it for forged (RFC 5961) and drops it. So senders in the pod's namespace may have about two packets queued
-  there; the rest waits in their socket and leaves with a current acknowledgement. netem hides its packets from that
-  count, so its queue is kept short in proportion to the line's asymmetry.
+- The rates of the network profiles are throughput, so the class rate is raised by the share that Ethernet, IP and TCP
+  headers take of a full packet.
+- A device's bare acknowledgements bypass its uplink class. The profiles' rates were measured one direction at a time,
+  and on a 20:1 line the acknowledgements of a full downlink would take half of the uplink.
+- Data waiting in the uplink's queue also carries acknowledgements. If newer acknowledgements overtake that data for
+  long, the server's TCP takes it for forged (RFC 5961) and drops it. So senders in the pod's namespace may queue about
+  two packets there; the rest waits in their socket and leaves with a current acknowledgement. netem hides its packets
+  from that count, so its queue is kept short in proportion to the line's asymmetry.
 - The queue of a downlink is short, or as long as the line's own buffer if that is known: acknowledgements of uploads
   wait there among the data.
-- TCP takes 0.2 s of silence after the first packets for loss. Where ten packets take longer than that, its timeout is
-  raised.
+- TCP takes 0.2 s of silence after the first packets for loss. Where those packets may take longer, its timeout is
+  raised (`patience_s`).
 - TCP on both sides slows down when a queue is full (`CONGESTION_CONTROLS`). BBR, the default on some hosts, does not:
-  on lines that are idle between messages it lost a fifth of the packets over a bridge, and waited for its timer when a
-  packet was lost twice.
+  on lines that are idle between messages BBR lost a fifth of the packets over a bridge, and waited for its timer when
+  a packet was lost twice.
 - Traffic that is neither from nor to a device's address also bypasses the classes.
-- netem alone would let packets overtake each other under jitter; given a rate, it keeps them in order. Its rate is well
-  above the class's, so that it is never the bottleneck.
+- netem alone would let packets overtake each other under jitter; given a rate, it keeps them in order. netem's rate is
+  well above the class's, so that netem is never the bottleneck.
 - A packet that the network stack has not segmented yet passes in one lump, however slow the class, and is lost as a
   whole. So the number of packets per lump is limited on the interface.
 
@@ -41,9 +41,9 @@ from agent.protocol.errors import UserError
 from emulator.model.link import LinkSpec
 
 MTU_BYTES = 1500
-FRAME_BYTES = MTU_BYTES + 14  # as htb counts them: with the Ethernet header
+FRAME_BYTES = MTU_BYTES + 14  # as htb counts a frame: with the Ethernet header
 HEADER_SHARE = (MTU_BYTES - 52) / FRAME_BYTES  # payload of a full frame: without IP, TCP and TCP timestamps
-BURST_S = 0.002  # a class may catch up after a timer that was this late
+BURST_S = 0.002  # a class may catch up after a timer fires this late
 LEAST_BPS, MOST_BPS = 1_000.0, 32e9  # htb counts bytes per second in 32 bits, and forgets a debt of more than a minute
 LUMP_S = 0.002  # longest time a lump may take on the slowest link
 MOST_SEGMENTS = 44  # of 1,500 bytes in the 64 KiB of one lump
@@ -52,12 +52,12 @@ FIRST_CLASS, LAST_CLASS = 2, 0xFFFE  # of 16 bits; 1 is the root's own number, a
 TICK_S = 64e-9  # the kernel's unit of time in these messages
 MOST_DELAY_S = 270.0  # 32 bits of ticks
 IN_ORDER = 8  # netem's rate as a multiple of the class's
-QUEUE_S, QUEUE_PACKETS = 0.05, 12  # downlink queue if the buffer is unknown; least down, most up
+QUEUE_S, QUEUE_PACKETS = 0.05, 12  # downlink queue if the buffer is unknown; least queue down, most up
 OVERTAKEN_BYTES = 48 * 1024  # data may be overtaken by this many acknowledged bytes: less than TCP's initial window
-QUEUED_BYTES = 4096  # of one connection, in the queue of its uplink
-FIRST_PACKETS = 12  # what TCP sends before it knows the speed of the line, plus a margin
+QUEUED_BYTES = 4096  # most bytes of one connection in its uplink's queue
+FIRST_PACKETS = 12  # packets that TCP sends before it knows the speed of the line, plus a margin
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.2, 30.0  # TCP's retransmission timeout; the first is Linux's default
-CONGESTION_CONTROLS = ("cubic", "reno")  # first one available and allowed; reno always is
+CONGESTION_CONTROLS = ("cubic", "reno")  # the first that is available and allowed; reno always is
 MODEL_INSTEAD = 'or use links.kind = "model", which needs no privileges'
 
 Way = Literal["up", "down"]
@@ -75,7 +75,7 @@ class Leaf:
     jitter_s: float
     loss: float  # share of packets
     limit_packets: int
-    rate_bytes_s: int  # keeps them in order; 0: no jitter, not needed
+    rate_bytes_s: int  # keeps packets in order; 0: not needed, no jitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Side:
     way: Way
     network: int  # the high 16 bits of all addresses
     classes: tuple[Class, ...]
-    segments: int  # most per lump
+    segments: int  # most packets per lump
 
     @property
     def program(self) -> list[tuple[int, int, int, int]]:
@@ -104,7 +104,7 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class PodLinks:
     """The request: the devices behind one interface. A namespace is given as the id of a process in it, its name, or
-    None for the current one."""
+    None for the current namespace."""
 
     interface: str
     devices: tuple[tuple[str, LinkSpec], ...]  # address and link of each device
@@ -144,8 +144,8 @@ class ShapingPlan:
 
     @property
     def patience_s(self) -> float:
-        """TCP's retransmission timeout: the time of the first packets on the slowest line, plus that of the queue their
-        acknowledgements may find."""
+        """TCP's retransmission timeout: the time of the first packets on the slowest line, plus that of the queue in
+        which their acknowledgements may wait."""
         slowest_s = max(
             FRAME_BYTES * (FIRST_PACKETS / up.rate_bytes_s + QUEUE_PACKETS / down.rate_bytes_s)
             for up, down in zip(self.up.classes, self.down.classes, strict=True)
@@ -218,10 +218,10 @@ def _side(way: Way, network: int, minors: Sequence[int], specs: Sequence[LinkSpe
         rate, buffer_bytes = class_rate(getattr(spec, f"rate_{way}_bps")), getattr(spec, f"buffer_{way}_bytes")
         if way == "down":
             packets = math.ceil(max((buffer_bytes or QUEUE_S * rate) / FRAME_BYTES, QUEUE_PACKETS * segments))
-        else:  # while it drains, less than a window comes down
+        else:  # while the queue drains, less than one TCP window arrives downstream
             packets = int(OVERTAKEN_BYTES / FRAME_BYTES * spec.rate_up_bps / spec.rate_down_bps)
             packets = max(2, min(QUEUE_PACKETS, packets))
-        queue_bytes = (packets + 1) * FRAME_BYTES - 1  # full of data, it still takes acknowledgements
+        queue_bytes = (packets + 1) * FRAME_BYTES - 1  # a queue full of data still takes acknowledgements
         leaf = _leaf(way, spec, rate, queue_bytes) if netem else None
         queue_bytes = queue_bytes if way == "down" and leaf is None else 0
         classes.append(Class(minor, rate, FRAME_BYTES + int(BURST_S * rate), queue_bytes, leaf))
@@ -238,14 +238,14 @@ def _leaf(way: Way, spec: LinkSpec, rate_bytes_s: int, queue_bytes: int) -> Leaf
     loss = getattr(spec, f"loss_{way}")
     if not (delay_s or jitter_s or loss):
         return None
-    on_its_way_bytes = rate_bytes_s * (delay_s + jitter_s)  # these also wait here, but not in the queue
+    on_its_way_bytes = rate_bytes_s * (delay_s + jitter_s)  # these bytes also wait in netem, but not in the queue
     limit = math.ceil((on_its_way_bytes + queue_bytes) / FRAME_BYTES)
     in_order = min(IN_ORDER * rate_bytes_s, 2**32 - 1) if jitter_s else 0
     return Leaf(delay_s, jitter_s, loss, limit, in_order)
 
 
 def _held(specs: Iterable[LinkSpec]) -> tuple[str, ...]:
-    """What the devices ask for beyond rates."""
+    """Effects other than rates that the devices ask for."""
     of = {
         "latency": ("delay_down_s", "delay_up_s"),
         "jitter": ("jitter_down_s", "jitter_up_s"),
@@ -297,7 +297,7 @@ def _number(address: str) -> int:
 
 def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
     """Classic BPF: class 1:x for a packet from (up) or to (down) the address that ends in x; 0, no class, for bare
-    acknowledgements going up and for traffic of no device. Each row: operation, two jumps, operand."""
+    acknowledgements going up and for traffic that belongs to no device. Each row: operation, two jumps, operand."""
     ip = 0xFFF00000  # offsets count from the IP header
     mine = ip + (12 if way == "up" else 16)
     load, load_half, load_byte = 0x20, 0x28, 0x30
@@ -310,7 +310,7 @@ def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
     return [
         (load, 0, 0, mine),
         (and_, 0, 0, 0xFFFF0000),
-        (equal, 0, 19, network << 16),  # else: not one of our devices
+        (equal, 0, 19, network << 16),  # else: not a device of this pod
         (load_byte, 0, 0, ip + 9),
         (equal, 0, 13, 6),  # else: not TCP
         (load_byte, 0, 0, ip),
@@ -331,7 +331,8 @@ def classifier(way: Way, network: int) -> list[tuple[int, int, int, int]]:
 
 
 def settings(plan: ShapingPlan) -> dict[str, int]:
-    """TCP settings in the pod's own namespace, under /proc/sys; none where the pod shares its namespace with others."""
+    """TCP settings in the pod's own namespace, under /proc/sys; none where the pod shares its namespace with other
+    pods."""
     if plan.asked.namespace is None:
         return {}
     patience = {"net/ipv4/tcp_rto_min_us": round(1e6 * plan.patience_s)} if plan.patience_s > LEAST_PATIENCE_S else {}

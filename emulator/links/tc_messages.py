@@ -14,7 +14,7 @@ from emulator.links.shaping_plan import FRAME_BYTES, TICK_S, Class, Leaf, Side
 
 ROOT, HANDLE = 0xFFFFFFFF, 0x10000  # htb is 1:
 HTB_CLASS = struct.Struct("=BBHhHIBBHhHIIIIII")
-_ETHERNET = 1  # link layer: the kernel computes times itself and needs no tables from us
+_ETHERNET = 1  # link layer: the kernel computes times itself and needs no tables
 _IPV4 = socket.htons(0x0800)
 
 

@@ -1,13 +1,13 @@
 """Fits a performance model to measured samples and reports its error on held-out shapes. Pure; needs SciPy.
 
 The typical time of a shape is the median over rounds of the median single call. Under a CPU quota a short call either
-meets a pause or does not, so there it is processor time multiplied by the stretch of all rounds together. Slowdowns
-that hit all shapes for a while (other work on a shared machine) are divided out first.
+meets a pause or does not, so there the typical time is processor time multiplied by the stretch of all rounds together.
+Slowdowns that hit all shapes for a while (other work on a shared machine) are divided out first.
 
 The formula's terms are fitted as non-negative (every additional cell costs time), on relative error, so that short and
 long products count alike; outliers have little weight. A Gaussian process fitted by maximum likelihood interpolates the
 residual. The kernel's tile is the most likely one under formula and residual together, among the few tiles for which
-the formula alone explains most. The formula alone often cannot tell a wrong tile from the right one, and a wrong tile
+the formula alone fits best. The formula alone often cannot tell a wrong tile from the right one, and a wrong tile
 leaves steps in the residual that cannot be interpolated.
 """
 
@@ -31,7 +31,7 @@ ROBUST = 0.05  # a relative error beyond this counts linearly, not squared
 FOLDS = 5
 LEAST_SHAPES = 20
 WAYS = ("down", "up")
-DRIFT = 15  # samples; anything shorter is noise
+DRIFT = 15  # window in samples; a shorter slowdown is noise
 PAUSES_MATTER = 0.02  # share of the running time
 WARMTH_MATTERS = 0.03
 NOT_RESTED = (1.0, 1.0)  # rest makes no difference
@@ -193,7 +193,7 @@ def _interpolation(places: Floats, values: Floats) -> tuple[float, Floats, Float
         near = covariance(guess)
         factor = cho_factor(near, lower=True)
         weights = cho_solve(factor, values)
-        slope = 0.5 * (cho_solve(factor, everywhere) - np.outer(weights, weights))  # by each entry of the covariance
+        slope = 0.5 * (cho_solve(factor, everywhere) - np.outer(weights, weights))  # d/d each covariance entry
         squared = apart / np.exp(2 * guess[:COORDINATES])
         stretch = slope * 3 * np.exp(guess[-2] - np.sqrt(3 * squared.sum(axis=2)))  # Matern 3/2, by its distances
         noise = np.exp(guess[-1])
@@ -211,8 +211,8 @@ def _interpolation(places: Floats, values: Floats) -> tuple[float, Floats, Float
 
 def spread(samples: Samples, kernel: int, times: dict[int, Floats]) -> tuple[float, ...]:
     """How calls of one shape vary: quantiles of call time / typical time. Only the longer half of the shapes counts,
-    because one preemption by another process is a hundred times as long as a short call. Under a quota it uses
-    processor time: single calls differ in wall time by the pauses, which are modelled separately."""
+    because one preemption by another process is a hundred times as long as a short call. Under a quota the spread
+    is that of processor time: single calls differ in wall time by the pauses, which are modelled separately."""
     if samples.quota is None:
         each: dict[int, list[float]] = {}
         for s in samples.samples:

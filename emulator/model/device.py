@@ -20,7 +20,7 @@ ROUNDING_S = 1e-7  # tolerance for times that were rounded to nanoseconds
 
 class Devices:
     def __init__(self, profiles: NDArray[np.void], links: Links | None = None, models: Models | None = None) -> None:
-        """Without `links` they are plain: a rate and a latency. `models`: of the measured devices."""
+        """Without `links`, every link is plain: a rate and a latency. `models`: those of the measured devices."""
         if links is not None and len(links) != len(profiles):
             raise ValueError(f"{len(links)} links for {len(profiles)} devices")
         self.profiles = profiles.copy()  # current rates, see `slow`
@@ -49,7 +49,7 @@ class Devices:
         return cls(profiles, Links(table), models)
 
     def slow(self, devices: list[int], factor: float) -> None:
-        """From now on, `factor` times slower than their profiles say: computing and both link directions."""
+        """Make these devices `factor` times slower than their profiles: computing and both link directions."""
         for name in ("flops", "down_bps", "up_bps"):
             self.profiles[name][devices] = self._told[name][devices] / factor
         self.profiles["overhead_s"][devices] = self._told["overhead_s"][devices] * factor
@@ -71,9 +71,10 @@ class Devices:
         shapes: Shapes,
         up_bytes: NDArray[np.int64],
     ) -> tuple[Seconds, Seconds]:
-        """Schedule blocks that the server sent at `sent_s`, in order: when each answer is back at the server, unless it
-        is held up (see `held_up`), and its computing time. A device may have several blocks; they queue. `shapes`:
-        batch, rows, inner and columns of each. The result does not depend on how blocks are divided into calls."""
+        """Schedule blocks that the server sent at `sent_s`, in order. Returns when each answer is back at the server,
+        unless it is held up (see `held_up`), and its computing time. A device may have several blocks; they queue.
+        `shapes`: batch, rows, inner and columns of each. The result does not depend on how blocks are divided into
+        calls."""
         due_s, compute_s = np.empty(len(device)), np.empty(len(device))
         for wave in waves(device):
             d = device[wave]
@@ -101,10 +102,10 @@ class Devices:
         return self._lines.down.bloats or self._receives
 
     def held_up(self, device: int, due_s: float) -> float:
-        """When an answer due at `due_s` really arrives. Downloads of blocks sent after it may delay it, and so does a
-        processor that receives those blocks before it goes on (a later block's own time includes that, so the last
-        answer is not delayed by it). Call it once per answer, when the answer is due and everything sent before that
-        time has been scheduled; per device, in order of due time."""
+        """When an answer due at `due_s` really arrives. Downloads of later blocks may delay it, and so may the
+        processor, which receives those blocks before it continues (a later block's own time includes receiving it, so
+        that does not delay the last answer). Call once per answer, when the answer is due and everything sent before
+        that time has been scheduled; per device, in order of due time."""
         later_s = self._lines.down.queued_s(device, due_s)
         if received := self._received.get(device):
             received[:] = [of_block for of_block in received if of_block[0] > due_s + ROUNDING_S]

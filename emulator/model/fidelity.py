@@ -10,8 +10,8 @@ which it was due to leave its pod and the time at which it left are known, so bl
 may be 10% longer than on the modelled fleet, because they include TCP slow start and full queues. The clock cannot be
 slowed down there.
 
-Both figures mean something only if the requested fleet did the work. If devices left that the scenario did not send
-away, steps are not compared with those of the whole fleet, and the run is DEGRADED for that reason, whatever its times
+Both figures mean something only if the requested fleet did the work. If devices left that the scenario did not tell to
+leave, steps are not compared with those of the whole fleet, and the run is DEGRADED for that reason, whatever its times
 are. A step much shorter than predicted is as wrong as a longer one.
 
 Slowing the clock down k times gives the host k times as long for everything, while its delays grow little: in device
@@ -97,8 +97,8 @@ class Fidelity:
     late_p99_s: float
     late_share: float = 0.0  # share of blocks that took more than 5% longer than asked
     step_stretch: float | None = None  # None: no prediction, or faults make it incomparable
-    pod_late_p99_s: float | None = None  # time from due until it left its pod
-    server_late_p99_s: float | None = None  # time from leaving its pod until the server had it
+    pod_late_p99_s: float | None = None  # time from due until the answer left its pod
+    server_late_p99_s: float | None = None  # time from leaving the pod until the server had the answer
     causes: list[str] = field(default_factory=list)  # largest first
     scale_needed: float = 1.0  # multiple of this run's scale
     host: HostLoad = HostLoad()
@@ -117,8 +117,8 @@ def judge(
 ) -> Fidelity:
     """The verdict on a run.
 
-    `fleet`: the devices that did the work; None: the requested ones. `due_s` is NaN where a real device answered,
-    because nothing is modelled there. `left_s`: when the answer left its pod. `local_share`: share of the predicted
+    `fleet`: the devices that did the work; None: the requested devices. `due_s` is NaN where a real device answered,
+    because its time is not modelled. `left_s`: when the answer left its pod. `local_share`: share of the predicted
     step that the server computes itself; a slower clock shortens that too. With `kernel_links`, `due_s` is when the
     answer has to leave its pod.
     """
@@ -152,7 +152,7 @@ def judge(
     else:
         reason = _reason(stretch, step_stretch, p99, concerned, causes, None if kernel_links else scale)
     if fleet is not None and unasked:
-        # the other devices were late because of the work these left undone: do not blame the host
+        # the other devices were late because of work that the departed left undone: do not blame the host
         valid, scale, causes, reason = False, 1.0, unasked, _another_fleet(fleet)
     elif short and valid and step_stretch is not None:
         valid, causes = False, [f"steps {100 * (1 - step_stretch):.0f}% shorter than predicted"]
@@ -236,9 +236,9 @@ def device_ledger(
     """One row per device that returned an emulated block: what was asked of it and its link, and what was achieved.
 
     A run sees only when a modelled device answers. So the achieved rates are the ones at which its blocks would have
-    taken as long as they did, with lateness spread evenly over the path; the achieved latency includes all of it. Over
-    kernel links a device is judged by when its answers leave the pod, and the rates the link achieved cannot be seen
-    here: NaN.
+    taken as long as they did, with lateness spread evenly over the path; the achieved latency includes all lateness.
+    Over kernel links a device is judged by when its answers leave the pod, and the rates the link achieved cannot be
+    seen here: NaN.
     """
     modelled = np.flatnonzero(~np.isnan(columns["due_s"]) & (columns["due_s"] > columns["sent_s"]))
     modelled = modelled[np.argsort(columns["device"][modelled], kind="stable")]

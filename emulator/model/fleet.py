@@ -1,7 +1,8 @@
 """Draws a fleet from shares of device kinds and access networks.
 
 Pure: names, shares and a seed in, profiles out. Three uniform numbers per device choose its kind, its network and the
-quality of its household's line. They are drawn device by device, so a larger fleet begins with the smaller one.
+quality of its household's line. They are drawn device by device, so the first devices of a larger fleet equal a smaller
+fleet.
 
 The line of a household, with u its quantile, the same for both directions (a good line is good both ways):
 
@@ -14,8 +15,8 @@ and line quality are independent, and that one-way latency is half a round trip.
 
 A device whose network has a trace reports the trace's mean as its rate, and starts at a random offset in the trace.
 With "full" effects a link has its network's jitter and loss, with loss split evenly between the directions; effects
-that a profile does not give are absent. Its buffer fills only if the whole line is lent: a device limited to part of
-the line leaves the buffer empty.
+that a profile does not give are absent. A line's buffer fills only if the whole line is lent: a device limited to part
+of the line leaves the buffer empty.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def draw_fleet(
     effects: Literal["rates", "full"] = "rates",
     traces: Mapping[str, LinkTrace] = NO_TRACES,
 ) -> Fleet:
-    """`count` devices; shares are weights and need not sum to one, and their order does not matter. `line_share` is the
-    share of its line's rates that a household lends. `traces` are keyed by network name."""
+    """Draw `count` devices; shares are weights and need not sum to one, and their order does not matter. `line_share`
+    is the share of its line's rates that a household lends. `traces` are keyed by network name."""
     if count < 1:
         raise ValueError(f"a fleet needs at least 1 device, not {count}")
     uniform = np.random.Generator(np.random.PCG64(seed)).random((count, 3))

@@ -5,20 +5,20 @@ A plain link is a rate and a latency in each direction, one transfer after the o
     sent out  = max(ready, link free) + bits / rate
     arrives   = sent out + latency
 
-Effects of real lines come on top. Each only adds time and none takes capacity away, because the rates of our profiles
+Effects of real lines come on top. Each only adds time and none takes capacity away, because the profiles' rates
 were measured as throughput over lines that have these effects.
 
 - Changing rate: with a trace (`emulator.links.rate_trace`) packets pass at the trace's times. The profile's rate is the
-  trace's mean; where it is lower (part of the line is lent, or the device was slowed down) every packet of the trace is
-  smaller.
+  trace's mean; where the rate is lower (part of the line is lent, or the device was slowed down) every packet of the
+  trace is smaller.
 - Jitter: a message is late by a uniform time from 0 to twice the jitter, as under netem with `delay` latency + jitter.
 - Loss: selective repeat. All n packets of the last round trip have arrived after r repetitions with probability (1 -
   p^(r+1))^n, and each repetition costs a round trip; packets lost earlier are repeated meanwhile.
 - Bufferbloat: a busy direction fills the buffer in front of the line. The round trip, measured idle and under load,
   gives its length: queue = min(how long the direction has been busy or will be, loaded - idle). Packets lost in this
-  direction are repeated behind the queue. Transfers in the other direction are late by it once, because their
-  acknowledgements wait in it. A transfer sees what was handed to the other direction before the time at which it would
-  arrive.
+  direction are repeated behind the queue. The queue delays transfers in the other direction once, because their
+  acknowledgements wait in it. A transfer sees the transfers that were handed to the other direction before the time at
+  which it would arrive.
 - Order: transfers in one direction never overtake each other.
 
 For each device, the arrival times depend only on its transfers, in their order, and on the time each was handed over.
@@ -62,7 +62,7 @@ LINK = np.dtype(
     ]
 )
 NO_TRACE = -1
-MOST_REPETITIONS = 15  # as Linux, before it gives up a connection
+MOST_REPETITIONS = 15  # as in Linux, before it gives up a connection
 _DRAWS = 4  # random numbers per transfer and device: jitter and loss, down and up
 _GAMMA = 0x9E3779B97F4A7C15  # of splitmix64
 
@@ -92,7 +92,7 @@ def plain_links(count: int) -> Links:
 
 
 def links_to_json(links: Links) -> dict[str, Any]:
-    """As sent to a pod."""
+    """Links as sent to a pod."""
     return {
         "links": links.table.tolist(),
         "traces": [{"down_ms": trace.down.at_ms.tolist(), "up_ms": trace.up.at_ms.tolist()} for trace in links.traces],
@@ -147,7 +147,7 @@ def device_keys(seed: int, devices: Indices) -> Words:
 
 
 def uniforms(key: Words, number: Indices) -> Seconds:
-    """The given number of each sequence, at least 0 and less than 1."""
+    """Element `number` of each sequence, at least 0 and less than 1."""
     return (_mix(key + _steps(number)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -191,7 +191,7 @@ class Lines:
         self.up = _Way(self, "up", 2)
 
     def forget(self, devices: list[int]) -> None:
-        """Drop all transfers on their way."""
+        """Drop all transfers in flight of these devices."""
         for way in (self.down, self.up):
             for state in (way.free_s, way.busy_since_s, way.arrived_s, way.packets):
                 state[devices] = 0.0
@@ -218,7 +218,7 @@ class _Way:
         self, device: Indices, ready_s: Seconds, size_bytes: Indices, rate_bps: Seconds, latency_s: Seconds
     ) -> Seconds:
         """When each transfer arrives if the other direction is idle (see `queued_s`); each device at most once. A
-        transfer of 0 bytes arrives when it could have."""
+        transfer of 0 bytes takes only its turn and the latency."""
         free_s = self.free_s[device]
         out_s = transfer(ready_s, free_s, size_bytes, rate_bps)
         if self._lines._plain:
@@ -248,8 +248,8 @@ class _Way:
                     handed.append((ready, since, out))
 
     def queued_s(self, device: int, at_s: float) -> float:
-        """The delay in this direction's buffer at that time, which is added to what would arrive then from the other
-        direction. Per device, call it in order of time: entries that are over are dropped."""
+        """The delay in this direction's buffer at that time, to be added to a transfer that would arrive then in the
+        other direction. Call in order of time per device: past entries are dropped."""
         handed = self._handed.get(device, [])
         known = bisect_right(handed, at_s, key=lambda entry: entry[0])
         if not known:
@@ -284,7 +284,7 @@ class _Way:
         for_jitter, for_loss = uniforms(key, np.stack([first, first + 1]))
         late_s: Seconds = 2 * self._jitter_s[device] * for_jitter
         loss, packets = self._loss[device], np.ceil(size_bytes / PACKET_BYTES)
-        some = np.flatnonzero(for_loss > 1 - loss * packets)  # (1 - loss)^packets is no less: others lose nothing
+        some = np.flatnonzero(for_loss > 1 - loss * packets)  # (1 - loss)^packets is no less: the rest lose nothing
         if len(some):
             busy_s = np.minimum(out_s[some] - self.busy_since_s[device[some]], self._queue_s[device[some]])
             round_trip_s = 2 * latency_s[some] + busy_s

@@ -8,11 +8,11 @@ The time of a product of `batch` matrices, rows x inner times inner x columns, i
 seconds, where rows' and columns' are rounded up to whole tiles of the device's kernel: loading, packing and multiplying
 add up. The result is multiplied by an efficiency that depends on the shape: how measured times near this shape differ
 from the formula, interpolated between the measured shapes and 1 far away from them. This is the typical time. On top of
-it
+it come
 
     link     every byte received and sent keeps the processor busy, if no other core does that work
     pauses   the processor is taken away for `pause_s` after every `run_s` of running (a CPU quota)
-    spread   each block takes a factor drawn from the measured ones, seeded per device
+    spread   each block's time is multiplied by a factor drawn from the measured ones, seeded per device
     warmth   a rested device takes `rested` times as long; the effect wears off with `warm_up_s` of computing
 
 A device known only by published figures has just an overhead and a rate: `figures_seconds`.
@@ -96,7 +96,7 @@ class Performance:
 
 
 def figures_seconds(profiles: NDArray[np.void], shapes: Shapes) -> Floats:
-    """For devices known by two figures: a fixed overhead per block, and a rate."""
+    """Seconds on devices known by two figures: a fixed overhead per block, and a rate."""
     flops = 2.0 * shapes.prod(axis=1)
     seconds: Floats = profiles["overhead_s"] + flops / profiles["flops"]
     return seconds
@@ -175,7 +175,7 @@ class Processors:
         self._warmth, self._ran_s, self._slower = np.zeros(count), np.zeros(count), np.ones(count)
 
     def slow(self, devices: list[int], factor: float) -> None:
-        """From now on, `factor` times slower than the model says."""
+        """Make these devices `factor` times slower than the model."""
         self._slower[devices] = factor
 
     def seconds(
@@ -186,7 +186,7 @@ class Processors:
         idle_s: Floats,
         figures_s: Floats,
     ) -> Floats:
-        """One block on each of several different devices, which were idle for `idle_s` before it. `moved_bytes`: [k,
+        """Seconds of one block on each of several devices, which were idle for `idle_s` before it. `moved_bytes`: [k,
         2], bytes received and sent. `figures_s`: the time for devices without a model."""
         result = figures_s.copy()
         of = self._models.of[device]

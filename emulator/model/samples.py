@@ -1,4 +1,4 @@
-"""Reads and checks a profile written by `python -m agent measure`. An error says in one line what is wrong with it."""
+"""Reads and checks a profile written by `python -m agent measure`. An error is one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Samples:
 
     @property
     def quota(self) -> tuple[int, int] | None:
-        """The CPU quota it was measured under: quota and period in microseconds."""
+        """The CPU quota under which the device was measured: quota and period in microseconds."""
         quota = self.device.get("cpu_quota")
         return None if quota is None else (int(quota["quota_us"]), int(quota["period_us"]))
 

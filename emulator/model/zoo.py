@@ -41,7 +41,7 @@ class DeviceKind:
     kind: str  # one of KINDS
     flops: float  # sustained float32 FLOP/s of a large product
     basis: str  # basis of `flops`, one of BASES
-    overhead_s: float  # fixed cost per call; always an estimate
+    overhead_s: float  # fixed cost per call; an estimate unless `performance` was fitted
     ram_bytes: int
     ram_basis: str
     budget_bytes: int  # memory its owner lends
@@ -94,7 +94,7 @@ def network_names() -> list[str]:
 
 @cache
 def load_device(name: str) -> DeviceKind:
-    """By name, or from the user's own file: a path that ends in .toml."""
+    """A device kind by name, or from the user's own file: a path that ends in .toml."""
     if name.endswith(".toml"):
         return read_device(Path(name))
     return _load("device", _devices(), name, parse_device)

@@ -1,6 +1,6 @@
 """A pod's devices, each with its own connection from its own address, as kernel links require.
 
-To the pod this looks like its usual single connection: device indices are never reused, messages name devices by them,
+To the pod this looks like its usual single connection: device indices are never reused, messages name devices by index,
 and the pieces of all devices have distinct numbers. To the server every device is a connection with one device, index
 0. One ROUTER carries all of them: thousands of sockets would cost more.
 
@@ -133,7 +133,7 @@ class OwnConnections:
             self._tell(device, Join(join.profiles[at : at + 1], [label], join.about))
 
     def _answer(self, result: Result) -> None:
-        """One by one: on a slow line the first answer would wait for all the others."""
+        """Send answers one by one: on a slow line the first would otherwise wait for all the others."""
         cells = np.concatenate(([0], np.cumsum(result.answers["cells"], dtype=np.int64))).tolist()
         data = np.asarray(result.data).reshape(-1)
         for at, device in enumerate(result.answers["device"].tolist()):
@@ -148,7 +148,7 @@ class OwnConnections:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._spoke_s.pop(device, None)  # it has no connection, so it sends no heartbeats
+            self._spoke_s.pop(device, None)  # the device has no connection, so it sends no heartbeats
             return
         self._spoke_s[device] = self._now_s()
         self._spoke_s.move_to_end(device)

@@ -1,19 +1,19 @@
-"""How a pod misbehaves on demand: its orders, which devices are present, and how answers are made wrong.
+"""How a pod misbehaves on demand: its orders, which devices are present, and how it falsifies answers.
 
-The testbed writes orders to the pod's standard input, one JSON object per line. Timing is the testbed's business; a pod
+The testbed writes orders to the pod's standard input, one JSON object per line. The testbed decides when; a pod
 carries out orders at once. Orders name devices by their index in the pod's part of the fleet. The server knows them by
-another number, their index in the connection, which it never reuses; a `DeviceNumbers` maps one to the other.
+another number, their index in the connection, which is never reused; `DeviceNumbers` maps one to the other.
 
     leave, return            orderly; a returning device is new to the server
     vanish                   silent from now on, like a dead phone or link whose connection seems open; the server is
                              told when it would have noticed by itself
-    freeze  seconds          answers due in that time are sent when it ends; if it outlasts the tolerated silence, it
+    freeze  seconds          answers due in that time are sent when it ends; a freeze longer than the tolerated silence
                              is a vanish, with a return at the end
     slow    factor           computing and both directions of the link; the server is not told
     lie     how              wrong answers, see LIES
     mute                     stays connected but never answers a block, like a phone with a hung kernel; also after a
                              return
-    corrupt                  sends the server one nonsense message, after which it drops the connection
+    corrupt                  sends the server one nonsense message, after which the server drops the connection
     exhaust                  takes memory until its container's limit kills it, without notice
 """
 
@@ -135,7 +135,7 @@ class DeviceNumbers:
         return self._local[device] is not None
 
     def admit(self, devices: list[int]) -> None:
-        """They get the next indices, in this order; none of them may be present."""
+        """Give these devices the next indices, in this order; none of them may be present."""
         for local, device in enumerate(devices, start=len(self.device)):
             assert self._local[device] is None, f"device {device} is there already"
             self._local[device] = local
@@ -143,7 +143,7 @@ class DeviceNumbers:
         self.answering = np.concatenate((self.answering, np.ones(len(devices), np.bool_)))
 
     def dismiss(self, devices: Iterable[int]) -> NDArray[np.uint32]:
-        """They are gone; returns the indices under which the server knew them."""
+        """Mark these devices as gone; returns the indices under which the server knew them."""
         gone = []
         for device in devices:
             local = self._local[device]
@@ -154,7 +154,7 @@ class DeviceNumbers:
         return np.array(gone, dtype="<u4")
 
     def renumber(self, present: list[int] | None = None) -> list[int]:
-        """A new connection: the present devices, or those given, are numbered from 0 again."""
+        """Number the present devices, or those given, from 0 again, for a new connection."""
         present = self.present if present is None else present
         self._local = [None] * len(self._local)
         self.device, self.answering = np.empty(0, np.int64), np.empty(0, np.bool_)

@@ -65,7 +65,7 @@ from emulator.pods.faults import NONSENSE, DeviceNumbers, Liar, Order, OrderErro
 
 log = logging.getLogger(__name__)
 
-# answers due within this time of each other share a message; none leaves earlier than this before it is due
+# answers due within this time of each other share a message; no answer leaves more than this before it is due
 COALESCE_NS = 500_000
 ANSWERS_PER_MESSAGE = 512
 LOOK_NS = 10_000_000  # how often a busy pod checks for orders
@@ -91,8 +91,8 @@ class Pod:
         credentials: Credentials | None = None,
         kernel: Kernel | None = None,
     ) -> None:
-        """`devices`: how long they take; without `modelled`, blocks take their real time. `absent` devices are away at
-        first; an order may make them join. `addresses`: per label, for devices with their own connections.
+        """`devices`: how long blocks take; without `modelled`, blocks take their real time. `absent` devices are away
+        at first; an order may make them join. `addresses`: per label, for devices with their own connections.
         `credentials`: identify the pods of this run to the server."""
         self._credentials = credentials
         self._profiles, self._labels = profiles, labels
@@ -210,7 +210,7 @@ class Pod:
 
     def _join_more(self, line: Line) -> None:
         """Join the next batch of waiting devices once the server has admitted the previous one, so that no turn of the
-        server is long."""
+        server's loop is long."""
         if self._joining and not self._welcomes:
             devices, self._joining = self._joining[:JOIN_DEVICES], self._joining[JOIN_DEVICES:]
             self._numbers.admit(devices)
@@ -242,7 +242,7 @@ class Pod:
     # ---- orders
 
     def _obey_all(self, texts: Iterable[str], line: Line | None, connect: Callable[[], Line | None]) -> Line | None:
-        """Carry out these orders, and let devices return that have thawed. Returns the connection, new or as before."""
+        """Carry out these orders and readmit devices that have thawed. Returns the connection, new or unchanged."""
         for text in texts:
             order = Order.parse(text, len(self._profiles))
             if line is None and order.do == "return":
@@ -277,7 +277,7 @@ class Pod:
                     self._vanish(there, now_ns + _patience_ns(line))
                     self._thawing.update(dict.fromkeys(there, until_ns))
             case "slow":
-                there = list(order.devices)  # also applies when it comes back
+                there = list(order.devices)  # also applies to absent devices when they return
                 self._devices.slow(there, order.factor)
             case "lie":
                 there = list(order.devices)
@@ -287,7 +287,7 @@ class Pod:
                 there = list(order.devices)
                 self._mute[there] = True
             case "exhaust":
-                exhaust(int(self._profiles["memory_bytes"].sum()) + (1 << 30))  # more than any limit it may have
+                exhaust(int(self._profiles["memory_bytes"].sum()) + (1 << 30))  # more than any limit of the container
             case "corrupt":
                 there = self._numbers.present
                 if line is not None:
@@ -309,7 +309,7 @@ class Pod:
         self._carried_out(now_ns, order, away)
 
     def _admit(self, devices: list[int], line: Line | None) -> Line | None:
-        """They are present again, as new devices."""
+        """Make these devices present again, as new devices."""
         self._devices.forget(devices)
         self._frozen_until_ns[devices] = 0
         for device in devices:
@@ -339,7 +339,7 @@ class Pod:
         self._tell(report(now_ns, order, devices, self.injected[order.do]))
 
     def _freeze(self, devices: list[int], until_ns: int) -> None:
-        """Freeze their work in hand too: none of it is due before they thaw."""
+        """Freeze these devices and their work in hand: no answer is due before they thaw."""
         self._frozen_until_ns[devices] = until_ns
         frozen = set(devices)
         of: list[int] = self._numbers.device.tolist()  # by index in the connection
@@ -365,7 +365,7 @@ class Pod:
 
     def _cancel(self, blocks: list[tuple[int, int, int]]) -> None:
         if not (self._to_compute or self._to_send):
-            self._cancelled.clear()  # none of the blocks they named are here
+            self._cancelled.clear()  # none of the cancelled blocks are here
         self._cancelled.update(blocks)
 
     def _forgotten(self, local: int, line: Line) -> None:
@@ -451,7 +451,7 @@ class Pod:
             try:
                 product = self._operands.product(row, self._kernel)
             except KeyError:
-                continue  # dropped while it waited: another device has answered
+                continue  # its operands were dropped while it waited: another device has answered
             if not self._modelled:
                 compute_s = (self._clock.now_ns() - begun_ns) / 1e9
             if row[13] > 1:
@@ -483,7 +483,7 @@ class Pod:
             line.send(Result(np.array([d[2] for d in due], dtype=ANSWER), data, self._clock.now_ns()))
 
     def _holds_up(self, entry: tuple[int, int, Answer, Array]) -> bool:
-        """Downloads may delay an answer, which is known only once it is due: then it is queued again."""
+        """Whether downloads delay this answer, which is known only once it is due; a delayed answer is queued again."""
         if not (self._modelled and self._devices.may_hold_up):
             return False
         due_ns, sequence, answer, product = entry
@@ -542,7 +542,7 @@ def main(arguments: list[str] | None = None) -> int:
         pod.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the testbed handles Ctrl-C and tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the testbed handles Ctrl-C and stops the pod
     try:
         return pod.run(endpoint)
     except WireError as error:
@@ -568,7 +568,7 @@ def tell(line: str) -> None:
 
 def die_with_parent() -> None:
     """Linux: die with the testbed, even when it is killed by kill -9. Elsewhere, and in a container, where the pod is
-    the first process and has no parent, the end of standard input and the silent server end it a little later."""
+    the first process and has no parent, the end of standard input and the silent server end the pod a little later."""
     if sys.platform == "linux" and os.getppid() != 0:
         import ctypes
 

@@ -48,7 +48,7 @@ class Node:
     product: tuple[int, int] | None
     critical: bool
     behind: int  # length of the longest chain of backward products that wait for it
-    heavy: bool  # it runs on the server for a while: products that are ready go out before it
+    heavy: bool  # a slow local operation: products that are ready go out before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Program:
         return sum(BYTES * shape.batch * shape.inner * (shape.rows + shape.columns) for shape in shapes)
 
     def to_come(self, behind: int) -> tuple[Level, ...]:
-        """The levels that follow a product with this `behind`; none if that is not known."""
+        """The levels that follow a product with this `behind`; empty if unknown."""
         return self.ahead[behind] if behind < len(self.ahead) else ()
 
 
@@ -79,7 +79,7 @@ Runner = Callable[[Program, list[Any]], Sequence[Any]]
 
 def distribute(model: torch.nn.Module, run: Runner) -> Callable[..., Any]:
     """The same model, with every graph of its training step going through `run`."""
-    # A frame that is compiled too often silently falls back to plain PyTorch, and its products with it.
+    # A frame that is compiled too often silently falls back to plain PyTorch, so its products would run on the server.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     backend = aot_autograd(fw_compiler=_compiler("forward", run), bw_compiler=_compiler("backward", run))
@@ -163,7 +163,7 @@ def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
     critical: dict[int, list[Request]] = {}
     deferred: dict[int, list[Request]] = {}
     top = max((node.behind for node in nodes if node.product), default=0)
-    ready: list[int] = []  # with which level
+    ready: list[int] = []  # per node: the level with which it is ready
     for node in nodes:
         ready.append(
             min((ready[i] if nodes[i].product is None else nodes[i].behind - 1 for i in node.inputs), default=top)
@@ -173,13 +173,13 @@ def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
             if shape is None:
                 return ()
             if not shape.flops:
-                continue  # there is nothing to send out
+                continue  # an empty product is not sent out
             of = critical if node.behind else deferred
             of.setdefault(node.behind or max(0, ready[-1]), []).append(Request(shape))
     levels = [Level(tuple(critical.get(number, ())), tuple(deferred.get(number, ()))) for number in range(top + 1)]
     return tuple(
         tuple(level for level in reversed(levels[:number]) if level.critical or level.deferred)
-        for number in range(top + 2)  # including one before the first level, with all of them
+        for number in range(top + 2)  # including an entry before the first level, with all levels
     )
 
 

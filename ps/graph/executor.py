@@ -5,9 +5,10 @@ it is needed. Values are dropped after their last use.
 
 Products that become ready together go out together and are planned together: m products that share the fleet end about
 sqrt(m) times sooner than one after the other, since larger rectangles have less perimeter to download. For the same
-reason a product of the backward pass is held back while products with a longer chain of waiting products are under way.
-Weight gradients, which are deferred, go out last, in one group. If the engine can do them beside the rest (`early`),
-they go out with the next critical product, together with the levels still to come, which the engine needs for that.
+reason a product of the backward pass is held back while products with a longer chain of waiting products are in flight.
+Weight gradients, which are deferred, go out last, in one group. If the engine can compute them beside the rest
+(`early`), they go out with the next critical product, together with the levels still to come, which the engine needs
+for that.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Engine(Protocol):
     """Computes products: the server and its devices, or a model of them."""
 
     def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
-        """Products that are ready at the same moment. `ahead`: what will be submitted before any product waits for the
-        deferred ones."""
+        """Submit products that are ready at the same moment. `ahead`: the levels that will be submitted before any
+        product waits for the deferred ones."""
         ...
 
     def forget(self, operands: Sequence[Operand]) -> None: ...
 
     def collect(self, done: SimpleQueue[int]) -> list[int]:
-        """Wait until products have reported to `done`; returns what they reported."""
+        """Wait until products have reported to `done`; returns their reports."""
         ...
 
 
@@ -71,7 +72,7 @@ class Executor:
         self._kept: dict[tuple[Any, ...], Operand] = {}
 
     def keep(self, weights: Iterable[torch.Tensor], uses: int) -> None:
-        """These change only at `weights_changed`, and every product with them runs `uses` times before that."""
+        """These weights change only at `weights_changed`, and every product with them runs `uses` times before that."""
         self._weights = {_storage(weight) for weight in weights}
         self._uses = uses
 
@@ -81,12 +82,12 @@ class Executor:
             self._kept.clear()
 
     def forget_kept(self) -> None:
-        """A step was broken off: what was kept is of no use, and the devices that kept it are gone."""
+        """Drop the kept operands after an aborted step: they are of no use, and the devices that kept them are gone."""
         self._kept.clear()
 
     @contextmanager
     def on(self, engine: Engine) -> Iterator[None]:
-        """Meanwhile products go to this engine, and the figures of the executor's own are left alone."""
+        """Meanwhile products go to this engine, and the figures of the executor's own engine stay unchanged."""
         own, self.engine, spent = self.engine, engine, self.spent
         self.spent = Spent()
         try:
@@ -112,7 +113,7 @@ class Executor:
         missing = [len(node.inputs) for node in program.nodes]
         uses = [len(users) for users in program.users]
         done: SimpleQueue[int] = SimpleQueue()
-        outputs: dict[int, torch.Tensor] = {}  # of products that wait or are under way
+        outputs: dict[int, torch.Tensor] = {}  # of products that wait or are in flight
         waiting: dict[int, Product] = {}  # to go out together
         # local operations that take long come last
         ready = [(node.heavy, i) for i, node in enumerate(program.nodes) if not missing[i] and i not in values]
@@ -164,7 +165,7 @@ class Executor:
     def _product(
         self, program: Program, node: Node, index: int, arguments: Sequence[Any], done: SimpleQueue[int]
     ) -> tuple[torch.Tensor, Product] | None:
-        """The product to send out, and the tensor that will hold it. None if it is to be computed here: it is empty, or
+        """The product to send out, and the tensor that will hold it. None if the server computes it: it is empty, or
         this is a rehearsal."""
         assert node.product is not None
         left, right = arguments[node.product[0]], arguments[node.product[1]]
@@ -209,9 +210,9 @@ class Executor:
 def _next_group(
     program: Program, waiting: Mapping[int, Product], under_way: Collection[int], early: bool
 ) -> tuple[list[int], tuple[Level, ...]]:
-    """The products with the longest chain of waiting products, and the levels to come after them. The others would only
-    take devices from them: they wait until their own chain is as long as any other's, or until their operands take too
-    much memory. `early`: deferred products go with them, if the levels to come are known."""
+    """The products with the longest chain of waiting products, and the levels to come after them. Other products would
+    only take devices from these: they wait until their own chain is as long as any other's, or until their operands
+    take too much memory. `early`: deferred products go with them, if the levels to come are known."""
     if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
         return list(waiting), ()
     most = max((program.nodes[index].behind for index in (*waiting, *under_way)), default=0)
@@ -223,7 +224,7 @@ def _next_group(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The same for all views of a tensor."""
+    """An identifier that all views of a tensor share."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata  # a tensor without values has no address
 
@@ -258,7 +259,7 @@ def _evaluate(program: Program, node: fx.Node, arguments: tuple[Any, ...], keywo
 def _epilogue(
     operation: Any, product: torch.Tensor, arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> torch.Tensor:
-    """What addmm and baddbmm do besides multiplying: beta * input + alpha * product."""
+    """The part of addmm and baddbmm besides the product: beta * input + alpha * product."""
     if operation in (aten.mm.default, aten.bmm.default):
         return product
     alpha, beta = keywords.get("alpha", 1), keywords.get("beta", 1)

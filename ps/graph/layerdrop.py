@@ -1,9 +1,9 @@
 """Traces models that may drop layers as one graph, if they never do.
 
-Transformers' OPT, BART, Whisper and their kin draw a number before every layer and skip the layer if it is below
-`layerdrop`. A branch on a drawn number breaks the graph, although nothing is below zero; and at every break all
+Transformers' OPT, BART, Whisper and similar models draw a number before every layer and skip the layer if it is below
+`layerdrop`. A branch on a drawn number breaks the graph, although no drawn number is below zero; and at every break all
 products of the backward pass must have ended, including the deferred ones. Here the comparison is answered without
-reading the number. The number is still drawn, so that dropout draws the same ones after it as in plain PyTorch.
+reading the number. The number is still drawn, so that dropout then draws the same numbers as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayersStay(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = torch.zeros([])  # a graph leaves out unused numbers, but not what it writes to
+        self._last = torch.zeros([])  # a graph omits unused numbers, but not tensors that it writes to
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.rand and args and args[0] == [] and not kwargs:
@@ -39,6 +39,6 @@ class LayersStay(TorchFunctionMode):
 
 
 def never_drops(model: torch.nn.Module) -> bool:
-    """Whether it could drop layers, and the probability of that is zero everywhere."""
+    """Whether the model could drop layers, but with probability zero everywhere."""
     chances = [module.layerdrop for module in model.modules() if hasattr(module, "layerdrop")]
     return bool(chances) and all(isinstance(chance, float | int) and chance == 0 for chance in chances)

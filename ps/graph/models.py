@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.protocol.errors import UserError
 
-# hidden, layers, heads, feed-forward; OPT: Zhang et al. 2022, table 1 (feed-forward is 4 x hidden)
+# hidden, layers, heads, feed-forward, vocabulary; OPT: Zhang et al. 2022, table 1 (feed-forward is 4 x hidden)
 _OPT = {
     "opt-tiny": (128, 2, 4, 512, 256),
     "opt-125m": (768, 12, 12, 3072, 50272),

@@ -1,7 +1,7 @@
 """Every matrix product of a model's training step, without its weights.
 
 The same capture as in training, on PyTorch's meta device: shapes only, so a 70B model takes seconds. Models of one and
-two layers are captured; every further layer adds what the second one adds.
+two layers are captured; every further layer adds the same products as the second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ps.planning.plans import Shape
 
 
 def step_products(config: Any, batch: int, sequence: int) -> dict[Shape, int]:
-    """Shape -> how often it occurs in one forward and backward pass."""
+    """Shape -> number of occurrences in one forward and backward pass."""
     one, two = (_captured(config, layers, batch, sequence) for layers in (1, 2))
     layers = config.num_hidden_layers
     counts = {shape: one[shape] + (layers - 1) * (two[shape] - one[shape]) for shape in two | one}

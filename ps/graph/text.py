@@ -11,7 +11,7 @@ import torch
 
 from agent.protocol.errors import UserError
 
-STANDARD_LIBRARY_BYTES = 4 << 20  # enough for any short run, read in a moment
+STANDARD_LIBRARY_BYTES = 4 << 20  # enough for any short run, and quick to read
 
 
 class TextError(UserError):

@@ -1,8 +1,8 @@
 """Adapts a plan to devices that were lost or have joined, without planning anew.
 
 A lost device's rectangle goes to the other devices of the same column, or row: their heights are solved again under the
-cost model. Where there are none, or too few, it is cut like a small product of its own over the devices that end
-soonest with it; many of them are idle, since plans use few devices. All other devices keep exactly what they had.
+cost model. Where there are none, or too few, the rectangle is cut like a small product over the devices that would
+finish it soonest; many of them are idle, since plans use few devices. All other devices keep exactly their blocks.
 
 A newcomer takes half a block from the device that ends last, until the next plan is made.
 """
@@ -31,9 +31,9 @@ from ps.planning.pipeline import (
 from ps.planning.plans import Plan, PlanError, Request, Shape
 from ps.planning.weighted_grid import able_devices, grid_boxes
 
-HELPERS = 32  # devices that a rectangle without neighbours is cut over
-MOST_NEWCOMERS = 64  # newcomers that get something at once; more of them wait for the next plan
-LATER = 1.1  # a column may take this many times as long as the plan did; beyond that, others help
+HELPERS = 32  # devices over which a rectangle without neighbours is cut
+MOST_NEWCOMERS = 64  # newcomers that get a block at once; the rest wait for the next plan
+LATER = 1.1  # a column may take this many times as long as the plan did; beyond that, other devices help
 
 
 @dataclass(slots=True)
@@ -72,10 +72,10 @@ def adapted(plan: Plan, request: Request, lost: Integers, profiles: NDArray[np.v
         end_of = np.zeros(len(profiles))
         end_of[plan.device[kept]] = plan.ends_s[kept]
         stacked = np.unique(device[as_before:])
-        end_of[stacked] = np.maximum(end_of[stacked], plan.makespan_s)  # about: they have just been given more
+        end_of[stacked] = np.maximum(end_of[stacked], plan.makespan_s)  # approximate: they have just been given more
         more, helpers = _helped(alone, end_of, shape, profiles, able)
         boxes, device = np.concatenate([boxes, more]), np.concatenate([device, helpers])
-    # only devices with new blocks, or fewer than before, bring other slabs than they did and end at another time
+    # only devices whose blocks have changed bring other slabs and end at another time
     changed = _marked(np.concatenate([device[as_before:], plan.device[taken]]), profiles)[device]
     some = np.flatnonzero(changed)
     part = made_plan(boxes[some], device[some], shape, profiles)
@@ -124,7 +124,7 @@ def _stacks(plan: Plan, gone: NDArray[np.bool_], holes: list[Integers]) -> tuple
 def _around(
     boxes: Integers, free: NDArray[np.bool_], hole: Integers, others: list[Integers], turned: bool
 ) -> _Stack | None:
-    """The unbroken run of blocks and holes of the same breadth around `hole`, if there is a block in it."""
+    """The unbroken run of blocks and holes of the same breadth around `hole`; None if it has no block."""
     along, across = (4, 2) if turned else (2, 4)
     frame = [0, 1, across, across + 1]
     same = np.flatnonzero(free & (boxes[:, 0] == hole[0]) & (boxes[:, across] == hole[across]))
@@ -164,7 +164,7 @@ def _solved(
         widths = np.array([stack.frame[3] for stack in mine])
         try:
             spans_s = made.whole_spans(widths, np.full(len(mine), plan.makespan_s))
-        except PackingError:  # too little memory in one of them: other devices help all of them
+        except PackingError:  # a stack has too little memory: other devices fill the holes of all stacks
             left_over += [hole for stack in mine for hole in stack.holes]
             continue
         heights = fitted_heights(made, widths, spans_s)
@@ -187,8 +187,8 @@ def _solved(
 def _columns(
     plan: Plan, stacks: list[_Stack], request: Request, profiles: NDArray[np.void]
 ) -> tuple[Columns, Integers]:
-    """The remaining devices of each stack as a column of its own, and the number of strips of each device. What a
-    device has elsewhere in the plan delays it."""
+    """The remaining devices of each stack as a column of its own, and the number of strips of each device. A
+    device's blocks elsewhere in the plan delay it."""
     shape = request.shape
     index = np.concatenate([stack.boxes for stack in stacks])
     stack_of = np.repeat(np.arange(len(stacks)), [len(stack.boxes) for stack in stacks])
@@ -197,7 +197,7 @@ def _columns(
     chunks = np.ones(len(names), np.int64)
     np.maximum.at(chunks, seat, chunks_of(plan.boxes[index], plan.device[index], shape, profiles))
     strips = np.where(chunks > 1, 1, np.bincount(seat))
-    along = np.bincount(seat, plan.boxes[index, 5 if stacks[0].turned else 3])  # about: they will get more
+    along = np.bincount(seat, plan.boxes[index, 5 if stacks[0].turned else 3])  # approximate: they will get more
     batches, across = np.array([(stack.frame[1], stack.frame[3]) for stack in stacks])[member].T
     steep = taper(*queue_seconds(profiles, names, shape, batches, along, across, along), strips)
     cuts = Cuts(strips, chunks, np.zeros(len(names), np.bool_), np.stack([steep, steep]))
@@ -224,7 +224,7 @@ def _columns(
 
 
 def _busy_s(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Numbers:
-    """Upper bound of what each block adds to its device's work: everything but the latency."""
+    """Upper bound of the seconds that each block adds to its device: everything but the latency."""
     batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
     down_s, compute_s, up_s = queue_seconds(profiles, device, shape, batches, rows, columns, rows + columns)
     busy_s: Numbers = profiles["overhead_s"][device] + down_s + compute_s + up_s
@@ -234,7 +234,7 @@ def _busy_s(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[n
 def _helped(
     holes: list[Integers], end_of: Numbers, shape: Shape, profiles: NDArray[np.void], able: Integers
 ) -> tuple[Integers, Integers]:
-    """Cut each rectangle over the devices that, with what they have already, end soonest with it. `end_of`: when each
+    """Cut each rectangle over the devices that, with their present work, would finish it soonest. `end_of`: when each
     device ends."""
     mine = profiles[able]
     capable = able_devices(shape, mine)
@@ -255,7 +255,8 @@ def _helped(
 
 
 def with_newcomers(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray[np.void]) -> Plan:
-    """The same plan with newcomers in it: each takes half a block from the device that ends last, if it ends sooner."""
+    """The same plan with newcomers in it: each takes half a block from the device that ends last, if the newcomer would
+    end sooner."""
     if plan.ends_s is None:
         plan = ended_plan(*_as_made(plan, shape, profiles), shape, profiles)
         assert plan.ends_s is not None
@@ -269,21 +270,21 @@ def with_newcomers(plan: Plan, shape: Shape, joined: Integers, profiles: NDArray
         axis = 0 if boxes[index, 1] > 1 else 2 if boxes[index, 3] >= boxes[index, 5] else 4
         half = int(boxes[index, axis + 1]) // 2
         if not half:
-            break  # it has a single cell
+            break  # the block is a single cell
         given = boxes[index].copy()
         given[axis] += boxes[index, axis + 1] - half
         given[axis + 1] = half
         chunk = int(chunk_length(given[1], given[3], shape.inner, given[5], budget[newcomer]))
         if not chunk:
-            continue  # it has no memory for that
+            continue  # too little memory
         profile, parts = profiles[newcomer : newcomer + 1], -(-shape.inner // chunk)
         ends = float(block_seconds(profile, given[1], given[3], shape.inner, given[5], None, parts)[0])
-        ends += end_of.get(newcomer, 0.0)  # it may already have work, as a helper
+        ends += end_of.get(newcomer, 0.0)  # the newcomer may already have work, as a helper
         if last == newcomer or ends >= end_of[last]:
             continue
         boxes[index, axis + 1] -= half
         boxes, device = np.concatenate([boxes, given[None]]), np.append(device, newcomer)
         name = np.array([last])
-        end_of[last] -= float(_busy_s(given[None], name, shape, profiles)[0]) / 2  # about: slabs are shared
+        end_of[last] -= float(_busy_s(given[None], name, shape, profiles)[0]) / 2  # approximate: slabs are shared
         end_of[newcomer] = ends
     return made_plan(boxes, device, shape, profiles)

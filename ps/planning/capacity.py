@@ -1,11 +1,11 @@
-"""What a device can do in a time: the cost model that the packing works with.
+"""How much a device can do in a given time: the cost model of the packing.
 
 A rectangle of w columns and h rows takes a device `fixed_s` and then the longer of two sums,
 
     T = fixed + max over j of (wide_j w + tall_j h + cell_j w h),      and it must hold w h cells.
 
-Devices that stream everything (`cleave plan`) are one case: one sum is the download of the perimeter, the other the
-cells computed or uploaded. The strips and chunks of the running system (ps/planning/pipeline.py) are others. Given T
+For devices that stream everything (`cleave plan`), one sum is the download of the perimeter, the other the cells
+computed or uploaded. The strips and chunks of the running system (ps/planning/pipeline.py) give other sums. Given T
 and w, the height has a closed form.
 
 Pure functions of arrays; nothing here knows about networks or protocols.
@@ -27,13 +27,13 @@ _TINY = 1e-300  # in place of zero in a denominator
 
 
 class PackingError(ValueError):
-    """No device can do it in any time."""
+    """No time is long enough for these devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The coefficients, one per device in the last axis; the first axis of `wide`, `tall` and `cell` is j, the two
-    sums."""
+    """The coefficients, one per device in the last axis; the first axis of `wide`, `tall` and `cell` is j, the
+    two sums (three in ps/planning/recut.py)."""
 
     fixed_s: Numbers
     wide: Numbers  # seconds per column of the rectangle
@@ -54,14 +54,14 @@ class CostModel:
         )
 
     def divided(self, parts: Integers) -> CostModel:
-        """The model of devices that give only one of `parts` parts of their time."""
+        """The model of devices that give 1 / `parts` of their time."""
         return replace(self, wide=self.wide * parts, tall=self.tall * parts, cell=self.cell * parts)
 
     def boundless(self) -> CostModel:
         return replace(self, most_cells=np.full(len(self), np.inf))
 
     def loads(self, heights: Numbers | Integers, widths: Numbers | Integers, batches: Integers | int = 1) -> Numbers:
-        """Both sums of a rectangle on each device."""
+        """The sums of a rectangle on each device."""
         both: Numbers = batches * (self.wide * widths + self.tall * heights + self.cell * (1.0 * widths * heights))
         return both
 
@@ -105,8 +105,8 @@ class Areas:
 
     A larger rectangle has more cells per length of its sides. So the best is one rectangle with equally expensive
     sides, or one strip where the product is narrow. Beyond what fits the memory or the product (a batch has further
-    matrices), it is as many of the largest rectangles as there is time for. Each of the two sums limits the cells; the
-    smaller limit counts.
+    matrices), it is as many of the largest rectangles as time allows. Each sum limits the cells; the smallest limit
+    counts.
     """
 
     def __init__(self, cost_model: CostModel, rows: int, columns: int) -> None:
@@ -144,7 +144,7 @@ class Areas:
 
 
 def least_span(possible: Callable[[float], bool], low: float, high: float, precision: float) -> float:
-    """The least time for which it is possible; `low` must be too little."""
+    """The least time for which `possible` holds; it must not hold for `low`."""
     for _ in range(120):
         if possible(high):
             break

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from ps.planning.capacity import PRECISION, Areas, CostModel, Integers, Numbers, PackingError
 
-NEARLY = 1.01  # arrangements of columns this near to the best are examined more closely
+NEARLY = 1.01  # arrangements of columns within this factor of the best are examined more closely
 FINALISTS = 3
 NEGLIGIBLE = 0.002  # of all cells; this and SMALL_SIDE were chosen by trial on one seed, and checked on two others
 SMALL_SIDE = 8
 COLUMN_COUNTS = (-1, 0, 1, 2)  # tried around the ideal number of columns
-LONG = 1e-3  # a rectangle twice as long as broad must cover this much more, or the square is taken
+LONG = 1e-3  # exponent: a rectangle of twice the square's width must cover 2^LONG times as much, or the square is taken
 EXCHANGES = 8  # rounds, at most, until all teams of a batch end together
 SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the width, as a multiple of the square's
 NEWTON_STEPS = 24
@@ -46,8 +46,8 @@ class Columns:
     breadth: int  # what the widths of each team add up to
 
     def solved(self, near_s: float) -> tuple[Numbers, Numbers] | None:
-        """The time of each team and the width of each column, as real numbers: Newton on all of them at once. None if
-        it does not converge, mostly because a column is too weak for its length at any width."""
+        """The time of each team and the width of each column, as real numbers: Newton's method on all of them at once.
+        None if it does not converge, mostly because a column is too weak for its length at any width."""
         areas = np.add.reduceat(Areas(self.cost_model, 1 << 40, 1 << 40).within(near_s), self.starts)
         widths = areas * self.breadth / np.maximum(np.add.reduceat(areas, self.team_starts), 1e-300)[self.team]
         widths = np.maximum(widths, 1e-6 * self.breadth)
@@ -70,7 +70,7 @@ class Columns:
         return None
 
     def bisected(self, near_s: float) -> tuple[Numbers, Numbers]:
-        """The same by bisection: slow, but certain. A column too weak for its length gets no width."""
+        """Like `solved`, by bisection: slow, but certain. A column too weak for its length gets no width."""
         teams = len(self.team_starts)
 
         def short(spans_s: Numbers) -> NDArray[np.bool_]:
@@ -112,7 +112,7 @@ class Columns:
             return np.add.reduceat(self.whole_heights(widths, spans_s), self.starts) >= self.length
 
         members = np.diff(np.append(self.starts, len(self.order)))
-        # Rounding down costs less than a row per member. So it lies between these two, if Newton found them.
+        # Rounding down costs less than a row per member. So the time lies between these two, if Newton converged.
         low = self._spans(widths, near_s, self.length) * (1 - 1e-9)
         high = self._spans(widths, low, self.length + members) * (1 + 1e-9)
         low = np.where(enough(low), 0.0, low)
@@ -130,7 +130,7 @@ class Columns:
         return high
 
     def _spans(self, widths: Integers, near_s: Numbers, target: Integers) -> Numbers:
-        """About when the heights of each column, as real numbers, add up to the target."""
+        """The approximate time at which the heights of each column, as real numbers, add up to the target."""
         spans_s, spread = near_s, widths[self.member].astype(np.float64)
         for _ in range(6):
             heights, _, by_time = self.cost_model.slopes(spans_s[self.member], spread)
@@ -186,7 +186,7 @@ def pack_columns(
         if (better := found[0].evened(areas)) is None:
             break
         found.insert(0, better)
-    # whole numbers cost each of them differently: the best is known only afterwards
+    # rounding to whole numbers costs each arrangement differently: the best is known only afterwards
     exact = []
     for one in found[:FINALISTS]:
         if one.span_s <= found[0].span_s * NEARLY:
@@ -244,13 +244,13 @@ def _exchanged(seats: Integers, areas: Numbers, spans_s: Numbers) -> Integers:
 
 
 def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:
-    """The height of the rectangle with which each device covers most in this time; about, among a few shapes."""
+    """The approximate height of the rectangle with which each device covers most in this time, among a few shapes."""
     squares = np.sqrt(areas * cost_model.tall[0] / cost_model.wide[0])  # a slab that is used often is cheap
     widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
     heights = np.stack([np.clip(cost_model.heights(span_s, width), 0, length) for width in widths])
     covered = (
         heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** LONG
-    )  # among equals, the one nearest to a square
+    )  # among equals, the rectangle nearest to a square
     best: Numbers = heights[covered.argmax(axis=0), np.arange(len(areas))]
     best[best <= 0] = (areas / np.maximum(squares, 1e-300))[best <= 0]  # less than a row: as if there were more time
     return best
@@ -259,7 +259,7 @@ def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: 
 def _dealt(areas: Numbers, teams: int) -> Integers:
     """Devices [round, team], the largest first, in alternating direction so that no team gets the best of every round;
     -1 for empty seats of the last round. The smallest devices are left out: rectangles of a few cells suffer most from
-    whole numbers, and add next to nothing."""
+    rounding, and add next to nothing."""
     ranking = np.argsort(-areas, kind="stable")
     ranking = ranking[areas[ranking] > 0]
     ranked = areas[ranking]
@@ -311,7 +311,7 @@ def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: b
     widths = np.maximum(np.floor(exact * made.breadth / total * (1 + 1e-12)).astype(np.int64), 1)
     near_s = spans_s[made.team]
     while (missing := made.breadth - np.add.reduceat(widths, made.team_starts)).any():
-        # one more for the columns that end soonest with it, one less where it helps most
+        # widen the columns that then end soonest, narrow those where it helps most
         change = np.sign(missing)[made.team]
         ends_s = made.whole_spans(np.maximum(widths + change, 1), near_s)
         willing = (change > 0) | ((change < 0) & (widths > 1))
@@ -333,9 +333,10 @@ def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: b
 
 
 def fitted_heights(made: Columns, widths: Integers, spans_s: Numbers) -> Integers:
-    """Whole heights that add up to exactly the length of each column, given times in which they reach at least that."""
+    """Whole heights that add up to exactly the length of each column, given times in which they reach at least that
+    length."""
     heights = made.whole_heights(widths, spans_s)
-    while (excess := np.add.reduceat(heights, made.starts) - made.length).any():  # a row less for the last to end
+    while (excess := np.add.reduceat(heights, made.starts) - made.length).any():  # the last to end gets a row less
         busy_s = made.cost_model.fixed_s + made.cost_model.loads(heights, widths[made.member]).max(axis=0)
         ranking = np.lexsort((-np.where(heights > 0, busy_s, -np.inf), made.member))
         rank = np.arange(len(ranking)) - made.starts[made.member[ranking]]

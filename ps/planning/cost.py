@@ -2,7 +2,7 @@
 
 One block of `batch` x `rows` x `columns` cells over the inner length n, 4 bytes per value, on a device:
 
-    down    = (new_rows + new_columns) batch n 32 bit / down_rate       only what the device does not hold already
+    down    = (new_rows + new_columns) batch n 32 bit / down_rate       only slabs that the device does not hold
     compute = chunks x overhead + 2 batch rows columns n / flops
     up      = batch rows columns 32 bit / up_rate
     time    = latency + max(down + compute / chunks, down / chunks + compute) + up + latency
@@ -11,13 +11,12 @@ A block's operands arrive in `chunks` equal parts along the inner dimension, and
 parts arrive. If the operands fit its memory, they come whole, in one part. Across the blocks of a device the three
 queues overlap.
 
-Memory: the output and the operands if they come whole; else the output twice (the sum so far and what is added to it)
-and three chunks (one computed, one waiting, one arriving).
+Memory: the output and the operands if they come whole; otherwise the output twice (the sum so far and the part being
+added) and three chunks (one computed, one waiting, one arriving).
 
-The three queues of a device in the cost model: downlink, processor, uplink.
-
-A block passes them in order. While one block is uploaded, the next is computed and the one after that downloaded. So a
-device has three times at which it is free, not one: while it uploads for another second, it can download at once.
+A device has three queues: downlink, processor, uplink. A block passes them in order. While one block is uploaded, the
+next is computed and the one after that downloaded. So a device has three times at which it is free, not one: while it
+still uploads for a second, it can already download.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def block_seconds(
     down_bytes: Any = None,
     chunks: Any = 1,
 ) -> Numbers:
-    """Time of one block on each device of `profiles`, alone on that device. `down_bytes`: if it does not need all."""
+    """Time of one block on each device of `profiles`, alone on that device. `down_bytes`: None for all operands."""
     if down_bytes is None:
         down_bytes = operand_bytes(batch, rows, inner, columns)
     down, compute, up = block_queues(profiles, batch, rows, inner, columns, down_bytes, chunks)
@@ -93,14 +92,14 @@ def block_seconds(
 
 
 def usable_bytes(profiles: NDArray[np.void]) -> Integers:
-    """Memory for a block: half of what the device lends; the other half is for slabs that it keeps."""
+    """Memory for a block: half of the memory that the device lends; the other half is for slabs that it keeps."""
     usable: Integers = profiles["memory_bytes"] // 2
     return usable
 
 
 # ---- three queues per device
 
-# Seconds of a block in each queue, and its number of chunks. With several chunks, it is computed while it arrives.
+# Seconds of a block in each queue, and its number of chunks. A block in several chunks is computed while it arrives.
 Passage = tuple[float, float, float, int]
 
 
@@ -132,8 +131,8 @@ class QueueTimes:
         self.up_s -= block[2]
 
     def send(self, block: Passage, now_s: float) -> float:
-        """Send this block now; the fields are the times at which the queues are free. Returns when the block is
-        through."""
+        """Send this block now; the fields are the times at which the queues are free. Returns when the block's
+        upload ends."""
         down_s, compute_s, up_s, chunks = block
         begins_s = self.down_s if self.down_s > now_s else now_s
         self.down_s = begins_s + down_s
@@ -148,7 +147,7 @@ class QueueTimes:
         return self.up_s
 
     def dry_s(self, block: Passage) -> float:
-        """The time by which this block must be sent, or one of the queues runs dry."""
+        """The time by which this block must be sent so that at least one queue does not run dry."""
         return max(self.down_s, self.compute_s - block[0], self.up_s - block[0] - block[1])
 
     def left(self, now_s: float, most_s: float) -> tuple[float, float, float]:
@@ -161,7 +160,7 @@ class QueueTimes:
 
 
 def after(busy_s: tuple[float, float, float], waiting: QueueTimes, count: int) -> tuple[float, float, float]:
-    """How long the queues will be busy if `count` blocks of this total follow what they have: exact for equal
+    """How long the queues will be busy if `count` blocks of this total follow their present work: exact for equal
     blocks."""
     if not count:
         return busy_s

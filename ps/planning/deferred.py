@@ -1,20 +1,19 @@
-"""Deferred products beside critical ones: which devices compute the weight gradients of a backward pass, and from when.
+"""Deferred products beside critical ones: which devices compute the weight gradients of a backward pass, and when.
 
 A pass is a chain of products, each waiting for the one before; beside it, products become ready that are needed only at
-its end. m products that share the fleet from the beginning to the end of a time need fewer downloads than one after
+its end. m products that share the fleet throughout need fewer downloads than the same products one after
 another: a device with twice the time covers up to four times as many cells, because its rectangle has less perimeter
-per cell. So a deferred product begins as soon as it is ready, on just as many devices as end it together with the pass;
-the chain goes on with the others. (To first order that always ends sooner than holding deferred products back until the
-chain is over, and then doing all of them with all devices: a device that is taken from the chain for x seconds costs it
-less than that.)
+per cell. So a deferred product begins as soon as it is ready, on just as many devices as finish it with the pass;
+the chain continues on the others. (To first order that always ends sooner than holding deferred products back until the
+chain is over, and then computing them with all devices: a device taken from the chain for x seconds costs it less than
+x seconds.)
 
-The devices taken are those that do most of the deferred product by the end, per second that the chain loses without
-them. A device with a fast downlink and a slow uplink is of little use to a large output, and as good as any for a
-weight gradient.
+The planner takes the devices that compute most of the deferred product by the end, per second that the chain loses
+without them. A device with a fast downlink and a slow uplink is of little use for a large output, but as good as any
+for a weight gradient.
 
 The end of the pass is found by stepping through it: each level takes as long as the devices left at that point need.
-That time follows from the time of all devices and a power of the share that is missing; the exponent is fitted per
-level.
+That time is the time with all devices, times a power of the lost capacity; the exponent is fitted per level.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ps.planning.teams import PACKING_LOSS, Relaxation
 PRECISION = 0.01  # of the time of a pass
 STRETCH = 1.2  # exponent fitted between a level's time t and 1.2 t
 MOST_TAKEN = 0.5  # of the devices left
-AIM = 0.95  # of the time until the end, for deferred products: if one is late, all wait; early costs nothing
+AIM = 0.95  # of the time until the end, for deferred products: a late one delays the pass; an early one costs nothing
 
 NONE: Integers = np.empty(0, np.int64)
 Devices = NDArray[np.bool_]  # mask over all devices
@@ -43,16 +42,16 @@ Devices = NDArray[np.bool_]  # mask over all devices
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Devices that do deferred products beside the critical ones, and how long they have for it."""
+    """Devices that compute deferred products beside the critical ones, and how long they have."""
 
     devices: Integers
     span_s: float
 
 
 def teams(levels: Sequence[Level], profiles: NDArray[np.void]) -> list[Team]:
-    """Which devices do the deferred products of each level but the last, while the others go on with the critical ones.
-    None, if that would end no sooner than doing them after the rest: there are few devices, or some product can only be
-    done by the devices that would be taken from it."""
+    """The devices that compute the deferred products of each level but the last, while the others continue with the
+    critical ones. Empty teams if computing the deferred products last ends as soon: there are few devices, or a
+    critical product needs the devices that would be taken from it."""
     way = _Pass(levels, profiles)
     if way.ends_s(way.held_back_s)[0] > way.held_back_s:
         return [Team(NONE, 0.0)] * (len(levels) - 1)
@@ -70,7 +69,7 @@ class _Pass:
             for r in dict.fromkeys(r for requests in (*critical, deferred) for r in requests)
         }
         self._spans = {requests: _Span.of(requests, relaxations, self._count) for requests in critical}
-        # when the pass ends if all deferred products are done after the rest
+        # when the pass ends if all deferred products are computed last
         self.held_back_s = sum(self._spans[requests].whole_s for requests in critical)
         self.held_back_s += _Span.of(deferred, relaxations, self._count).whole_s
         self._slow = {r: Relaxation.of(r, profiles, until_s=self.held_back_s) for r in dict.fromkeys(deferred)}
@@ -83,9 +82,9 @@ class _Pass:
 
     def ends_s(self, by_s: float) -> tuple[float, list[Team]]:
         """When the last level ends if deferred products take until `by_s`; and the team taken by each level before it.
-        A team that ends sooner, because it consists of whole devices, returns then."""
+        A team that ends sooner, because it consists of whole devices, is free again then."""
         left, found, now_s = np.ones(self._count, np.bool_), [], 0.0
-        away: list[tuple[float, Integers]] = []  # until when, which devices
+        away: list[tuple[float, Integers]] = []  # (until when, devices)
         for level in self._levels[:-1]:
             for until_s, devices in away:
                 if until_s <= now_s:
@@ -102,7 +101,7 @@ class _Pass:
         return now_s + self._last.without_s(left), found
 
     def _taken(self, requests: tuple[Request, ...], span_s: float, left: Devices) -> tuple[Team, float]:
-        """Enough of the devices left to do these products in that time; and about how long that takes them."""
+        """Enough of the remaining devices to compute these products in that time; and about how long they take."""
         cells = _cells(requests, self._slow, self._count, span_s)
         offers = (cells / np.array([[request.shape.cells] for request in Counter(requests)])).mean(axis=0)
         order = np.flatnonzero(left & (offers > 0))
@@ -119,7 +118,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """How long products that are done together take, depending on the devices that take part."""
+    """How long products that are computed together take, depending on the devices that take part."""
 
     requests: tuple[Request, ...]
     whole_s: float  # with all devices
@@ -143,7 +142,7 @@ class _Span:
 
     @property
     def worth(self) -> Numbers:
-        """How much longer it takes without each device."""
+        """How much longer the products take without each device."""
         lost: Numbers = (_needed(self.requests) / self.cells.sum(axis=1) ** 2) @ self.cells
         return self.whole_s / self.power * lost
 
@@ -165,6 +164,6 @@ def _needed(requests: tuple[Request, ...]) -> Numbers:
 
 def _crowding(requests: tuple[Request, ...], covered: Numbers) -> Numbers:
     """The share of the devices that all these products need, if the devices cover `covered` cells of each in the time;
-    more than 1: they do not end in it."""
+    more than 1: the time is too short."""
     share: Numbers = (_needed(requests) * (1 + PACKING_LOSS) / np.maximum(covered.T, 1e-300)).sum(axis=-1)
     return share

@@ -1,9 +1,10 @@
 """Exact tilings near the relaxed bound: the geometry behind planning.
 
-The cost model of ps/planning/capacity.py says what a device covers in a time. A plain product is covered by columns of
-devices (ps/planning/columns.py). A device of a batched product takes whole matrices and one piece of a further matrix;
-pieces are gathered until they fill a matrix. With many more devices than matrices there is one team per matrix. `Rates`
-is the model of devices that stream everything, used by `cleave plan`: T = latency + max(download, compute, upload).
+The cost model of ps/planning/capacity.py gives the cells that a device covers in a time. A plain product is covered by
+columns of devices (ps/planning/columns.py). A device of a batched product takes whole matrices and one piece of a
+further matrix; pieces are gathered until they fill a matrix. With many more devices than matrices there is one team per
+matrix. `Rates` is the model of devices that stream everything, used by `cleave plan`: T = latency + max(download,
+compute, upload).
 
 Pure functions of arrays; nothing here knows about networks or protocols.
 """
@@ -22,7 +23,7 @@ from ps.planning.columns import pack_columns
 
 __all__ = ["PackingError", "Rates", "Tiling", "box", "halved", "packed"]
 
-ACCUMULATOR_BYTES = 4  # per cell of the output while it is added up
+ACCUMULATOR_BYTES = 4  # per cell of the output while the device adds it up
 MOST_PARTS = 16  # rectangles per device
 GOOD_ENOUGH = 1.02  # times the bound: no other way of packing is tried
 
@@ -76,7 +77,7 @@ def box(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
 
 
 def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int) -> Tiling:
-    """The same for any cost model. `cost_models`: upright, and turned, where its columns are the product's rows."""
+    """Like `box`, for any cost model. `cost_models`: upright, and turned, where its columns are the product's rows."""
     able = np.flatnonzero(cost_models[0].most_cells >= 1)
     if not len(able):
         raise PackingError(f"none of {len(cost_models[0])} devices can hold even one cell of the output")
@@ -104,7 +105,7 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
             boxes, owner, turned = pack(split, batch, rows, columns, bound_s)
             owner = several[owner]
         except PackingError:
-            # too little memory for that: pack as if there were enough, and halve what is too big
+            # too little memory: pack as if there were enough, and halve the rectangles that are too large
             if best:
                 break
             boxes, owner, turned = pack(
@@ -131,7 +132,7 @@ def _pack_teams(
 def halved(
     boxes: Integers, owner: Integers, too_large: Callable[[Integers, Integers], NDArray[np.bool_]]
 ) -> tuple[Integers, Integers]:
-    """Halve the rectangles that a device cannot hold until they fit: the batch while there is one, then the longer
+    """Halve the rectangles that a device cannot hold until they fit: first along the batch, then along the longer
     side."""
     while (large := too_large(boxes, owner)).any():
         first, second = boxes[large].copy(), boxes[large].copy()
@@ -148,7 +149,7 @@ def halved(
 
 # ---- batched products
 
-BATCH_PRECISION = 5e-4  # of T: whole matrices make it a staircase anyway
+BATCH_PRECISION = 5e-4  # of T: whole matrices make it a step function anyway
 
 Piece = tuple[int, int]  # device, rows
 BatchShares = tuple[
@@ -249,7 +250,7 @@ def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: 
             at = bisect.bisect_left(sizes, missing)
             if at == len(sizes):
                 return None
-            group.append((names.pop(at), missing))  # it could do more; that is lost
+            group.append((names.pop(at), missing))  # its spare capacity is lost
             sizes.pop(at)
         groups.append(group)
     return groups

@@ -3,11 +3,12 @@
 Download, compute and upload are three queues. A block passes them in order, and different blocks use different queues
 at the same time. A rectangle of w columns and h rows is therefore cut into k strips along its height: blocks that share
 the slab of the columns. Their sizes follow the speed of the device's queues: a strip should have passed the other
-queues just when the next one arrives. So heights grow, or shrink, by one factor, the taper, from the first, a of the
-height, to the last, z of it. With p the seconds to download a row or column, q to compute a cell, u to upload it,
+queues just when the next one arrives. So heights grow, or shrink, by one factor, the taper, from the first strip
+(share a of the height) to the last (share z). With p the seconds to download a row or column, q to compute a cell, u to
+upload it,
 
     T = 2 latency + k overhead + max(p_w w + p_h h   + (q + u) z w h,                     download ends last
-                                     p_w w + p_h a h + max(q + u z, q a + u) w h)         compute or upload does
+                                     p_w w + p_h a h + max(q + u z, q a + u) w h)         compute or upload ends last
 
 (a bound set by a strip in between is also set by the first or the last, since the sizes are a geometric series).
 
@@ -32,9 +33,9 @@ from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
 
 STRIP_S = 0.05  # a shorter strip saves less than its message costs
-MOST_STRIPS = 4  # for the overlap alone: with more of them a rectangle ends hardly sooner
-# A strip is what is lost with its device, and what a block that was lost elsewhere has to wait for. So a strip that
-# takes longer than this is cut further, if its device gets several at a time. Kept slabs, though, stay in few pieces.
+MOST_STRIPS = 4  # for the overlap alone: with more strips a rectangle hardly ends sooner
+# A strip is lost with its device, and delays a block that was lost elsewhere. So a strip that takes longer than this is
+# cut further, if its device gets several blocks at a time. But slabs that are kept stay in few pieces.
 LONG_S = 0.5
 MOST_LONG = 16
 SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the slab's breadth, as a multiple of the square's
@@ -159,10 +160,9 @@ def _side_s(profiles: NDArray[np.void], request: Request) -> tuple[Numbers, Numb
 
 
 def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers) -> Numbers:
-    """How many times larger the next strip should be, given what all of them take to download, compute and upload: as
-    many times as the slower of the other queues is slower than the download; less where the third one is slow as
-    well."""
-    most = STEEPEST ** (np.minimum(1, MOST_STRIPS / strips) ** 2)  # many strips are cut only so that none is long
+    """How many times larger each next strip should be, given the seconds of all strips in download, compute and upload:
+    the ratio of the slower of compute and upload to download; closer to 1 where the third queue is slow as well."""
+    most = STEEPEST ** (np.minimum(1, MOST_STRIPS / strips) ** 2)  # more strips serve only to keep each of them short
     steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / most, most)
     choices = steepest ** np.array([[1.0], [0.5], [0.0]])
     ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]
@@ -201,8 +201,8 @@ def queue_seconds(
 def cut_boxes(
     boxes: Integers, device: Integers, strips: Integers, turned: bool, shape: Shape, profiles: NDArray[np.void]
 ) -> tuple[Integers, Integers]:
-    """Blocks in the order of their devices. Each fits its device's memory, whole if dividing a batch is enough for
-    that. Rectangles are cut into strips if these fit whole: streamed ones could share nothing."""
+    """Blocks in the order of their devices. Each fits its device's memory; unstreamed, if dividing a batch achieves
+    that. Rectangles are cut into strips if these need no streaming: streamed strips could share nothing."""
     budget = usable_bytes(profiles)
     boxes = np.column_stack([boxes, strips])  # halves keep their number of strips
 
@@ -242,7 +242,7 @@ def cut_boxes(
 
 
 def chunks_of(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Integers:
-    """In how many chunks the operands of each block come; 1: whole."""
+    """Number of chunks in which the operands of each block arrive; 1: whole."""
     length = chunk_length(boxes[:, 1], boxes[:, 3], shape.inner, boxes[:, 5], usable_bytes(profiles)[device])
     chunks: Integers = -(-shape.inner // np.maximum(length, 1))
     return chunks
@@ -274,12 +274,12 @@ def ended_plan(
 
 
 def _first(boxes: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
-    """Whether it is the first block of its device with this range, among those that come whole."""
+    """Whether each block is the first of its device with this range, among blocks that come whole."""
     batch, size = int(boxes[:, :2].max()) + 1, int(boxes[:, axis : axis + 2].max()) + 1
     matrix = (device * batch + boxes[:, 0]) * batch + boxes[:, 1]
     span = boxes[:, axis] * size + boxes[:, axis + 1]
     whole = np.flatnonzero(chunks == 1)
-    order = whole[np.lexsort((span[whole], matrix[whole]))]  # stable: the first of equal ones stays first
+    order = whole[np.lexsort((span[whole], matrix[whole]))]  # stable: the first of equal blocks stays first
     first = np.ones(len(boxes), np.bool_)
     first[order[1:]] = (np.diff(matrix[order]) != 0) | (np.diff(span[order]) != 0)
     return first
@@ -318,7 +318,8 @@ def device_ends(
 
 
 def rectangles(boxes: Integers, device: Integers) -> list[Integers]:
-    """Strips joined again: a device's next block that adjoins the last one in just one direction."""
+    """The rectangles of each device, with strips joined again: a block joins the one before if they are adjacent and
+    differ in just one direction."""
     found: list[Integers] = []
     owner = -1
     for box, name in zip(boxes, device.tolist(), strict=True):

@@ -6,9 +6,9 @@ finishes them by the end of the pass (ps/planning/deferred.py). Each team packs 
 under the cost model of the running system (ps/planning/pipeline.py).
 
 A plan is kept while the fleet stays the same. When devices are lost or join, it is adapted (ps/planning/adapt.py),
-until adapting has cost as much, by the model, as making a new plan. When devices prove slower or faster than they were
-believed to be, it is made anew: a plan that follows every change of belief falls into ever smaller pieces, and one made
-when all seemed slow would never be found wanting.
+until adapting has cost as much, by the model, as making a new plan. When devices prove slower or faster than believed,
+it is made anew: a plan adapted to every change of belief would break into ever smaller blocks, and a plan made when all
+devices seemed slow would never look worth replacing.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ps.planning.share_cap import NO_CAP, Cap, capped, keeps
 from ps.planning.teams import SLACK, Relaxation, deal
 from ps.planning.weighted_grid import grid_plan
 
-DEALS = 2  # attempts at dealing the fleet to several products; the second one knows how the first one ended
+DEALS = 2  # attempts at dealing the fleet to several products; the second uses the end times of the first
 GROWN = 1.05  # a fleet that has grown by more than this gets new plans
-# Per product: about what a new plan costs the server. With 465 devices, one product took 17 ms, three together 49, and
-# 16 together 380. Adapted plans may waste as much in total.
+# Approximate cost to the server of a new plan, per product. With 465 devices, one product took 17 ms, three together
+# 49, and 16 together 380. Adapted plans may waste as much in total.
 SOLVING_S = 0.025
-MOST_AHEAD_S = 0.1  # what takes longer is not planned ahead: answers would wait for it
-MOST_LOST = 256  # blocks of one plan: placing more of them again takes longer than a new plan
+MOST_AHEAD_S = 0.1  # longer planning is not done ahead: answers would wait for it
+MOST_LOST = 256  # blocks of one plan: to place more of them anew takes longer than a new plan
 MOST_CACHED = 4096  # a model of 80 layers asks about 500 questions per step
-SETTLED = 32  # uses of a plan with newcomers in makeshift places, before it is made anew
-LATE = 1.1  # a team for deferred products is given up if it would take more than this multiple of its time
+SETTLED = 32  # uses of a plan with newcomers in makeshift places before a new plan is made
+LATE = 1.1  # a team for deferred products is replaced if it would take more than this multiple of its time
 LARGE = 1000  # devices; below, the slowest plan takes 30 ms (`make bench`, part e); above, it is a pause
 NONE_REVISED: Mapping[int, int] = MappingProxyType({})
 
@@ -72,7 +72,7 @@ class Question:
 
     @property
     def defers(self) -> bool:
-        """Whether the deferred products are done beside the critical ones."""
+        """Whether the deferred products are computed beside the critical ones."""
         return bool(self.deferred and self.critical and self.ahead)
 
     def critical_plans(self, plans: list[Plan]) -> list[Plan]:
@@ -80,19 +80,20 @@ class Question:
         return plans[: self.critical] if self.defers else plans
 
     def ends_s(self, plans: list[Plan]) -> float:
-        """When they end. Deferred products end later, and every further second of theirs costs as much."""
+        """When the plans end. With deferred products beside critical ones, the sum of both ends: a second of either
+        costs the same."""
         return _ends_s(plans) if not self.defers else _ends_s(plans[: self.critical]) + _ends_s(plans[self.critical :])
 
 
 @dataclass(slots=True)
 class _Cached:
     solved_for: Integers  # able devices
-    able: Integers  # able devices that the plans, adapted since, are valid for
+    able: Integers  # able devices for which the plans, adapted since, are valid
     plans: list[Plan]
     ends_s: float  # by the model, when they were made; see Question.ends_s
     revision: int  # of the profiles
-    wasted_s: float = 0.0  # by ending later than that, over all uses
-    uses: int = 0  # since a newcomer got a makeshift place in them
+    wasted_s: float = 0.0  # by ending later than `ends_s`, over all uses
+    uses: int = 0  # since a newcomer got a makeshift place in the plans
     followed_by: Question | None = None  # the question that came next, the last time
 
 
@@ -147,8 +148,8 @@ class Planner:
         revised: Mapping[int, int] = NONE_REVISED,
         busy: Integers = NONE_BUSY,
     ) -> None:
-        """Have ready what will be asked next, if it is what was asked next the last time: while the devices are at
-        work, planning costs nothing."""
+        """Make the plans for the question that followed the latest one last time: while the devices work, planning
+        costs nothing."""
         with self._lock:
             self._plan_ahead(profiles, able, revised, busy)
 
@@ -201,8 +202,8 @@ class Planner:
         return plans
 
     def _solved_beside(self, question: Question, profiles: NDArray[np.void], able: Integers, fleet: int) -> list[Plan]:
-        """Plan the deferred products on a team that ends them with the pass, the rest on the other devices. Teams are
-        found for a whole pass at once, and again when the remaining devices of one would be late, or the fleet has
+        """Plan the deferred products on a team that finishes them with the pass, the rest on the other devices. Teams
+        are found for a whole pass at once, and again when the remaining devices of one would be late, or the fleet has
         grown."""
         level = question.level
         if fleet > GROWN * self._teams_of:
@@ -229,7 +230,7 @@ class Planner:
     def has_ready(
         self, question: Question, able: Integers, revised: Mapping[int, int] = NONE_REVISED, busy: Integers = NONE_BUSY
     ) -> bool:
-        """Whether plans are kept that are valid unchanged."""
+        """Whether the kept plans are valid unchanged."""
         kept = self._cache.get(question)
         if kept is None or kept.revision != max(revised.values(), default=0):
             return False
@@ -255,7 +256,7 @@ class Planner:
         able: Integers,
         used: bool,
     ) -> bool:
-        """Adapt the plans there are to devices that were lost or have joined, while that is cheap."""
+        """Adapt the kept plans to devices that were lost or have joined, while that is cheap."""
         if kept.uses > SETTLED or not len(able) or len(able) > max(1.0, GROWN * len(kept.solved_for)):
             return False
         lost = np.setdiff1d(kept.able, able, assume_unique=True)
@@ -270,7 +271,7 @@ class Planner:
             critical_plans = question.critical_plans(plans)
             later = int(
                 np.argmax([plan.makespan_s for plan in critical_plans])
-            )  # the one that ends last needs help most
+            )  # the plan that ends last needs help most
             plans[later] = with_newcomers(plans[later], question.requests[later].shape, joined, profiles)
             kept.uses += 1
         if not self._worth_keeping(kept, question.ends_s(plans), used):
@@ -282,7 +283,7 @@ class Planner:
         return True
 
     def _worth_keeping(self, kept: _Cached, ends_s: float, used: bool) -> bool:
-        """Whether it has cost less, including this use, than making a new one would."""
+        """Whether the kept plans have wasted less time, including this use, than new ones would cost."""
         wasted_s = kept.wasted_s + max(0.0, ends_s - kept.ends_s)
         if used:
             kept.wasted_s = wasted_s
@@ -311,7 +312,7 @@ def _adapted_together(
 
 
 def _ends_s(plans: list[Plan]) -> float:
-    """When the last device ends; one that takes part in several plans does them one after another."""
+    """When the last device ends; a device in several plans computes them one after another."""
     if len(plans) == 1:
         return plans[0].makespan_s
     first = [np.unique(plan.device, return_index=True) for plan in plans]
@@ -349,7 +350,7 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
     over_all = {request: Relaxation.of(request, mine) for request in dict.fromkeys(requests)}  # many are equal
     relaxations = [over_all[request] for request in requests]
     best: list[Plan] = []
-    harder = np.ones(len(requests))  # than the relaxed bound says: whole numbers cost each product differently
+    harder = np.ones(len(requests))  # than the relaxed bound: rounding to whole numbers costs each product differently
     for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
         teams = deal(relaxations, harder, len(able))
         if not teams or not all(len(team) for team in teams):
@@ -365,7 +366,7 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
         best = plans
         ends_s = np.array([plan.makespan_s for plan in plans])
         if ends_s.max() <= SLACK * ends_s.mean():
-            break  # they end close enough together
+            break  # the plans end close enough together
         harder = harder * ends_s / ends_s.mean()
     return best or [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]
 
@@ -373,7 +374,7 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
 @dataclass(frozen=True, slots=True)
 class Inquiry:
     """A question with all that its answer depends on, so that another thread can work on it. The dispatcher's state
-    changes meanwhile, and the dispatcher checks the answer against what is known by then."""
+    changes meanwhile, and the dispatcher checks the answer against its state at that time."""
 
     planner: Planner
     question: Question | None  # None: plan ahead
@@ -384,13 +385,13 @@ class Inquiry:
 
     @property
     def takes_long(self) -> bool:
-        """Whether the answer may need to be solved, for a large fleet."""
+        """Whether the answer may need a new plan for a large fleet."""
         return len(self.able) > LARGE and (
             self.question is None or not self.planner.has_ready(self.question, self.able, self.revised, self.busy)
         )
 
     def answer(self) -> list[Plan]:
-        """Plans; an empty list if there are none, or only plans ahead were asked for."""
+        """Plans; an empty list if there are none, or if the inquiry only plans ahead."""
         if self.question is None:
             self.planner.plan_ahead(self.profiles, self.able, self.revised, self.busy)
             return []
@@ -408,7 +409,7 @@ def ask(
     revised: Mapping[int, int],
     busy: Integers,
 ) -> list[Plan]:
-    """Plans without the devices that are kept for deferred products; with them, if the others cannot do it."""
+    """Plans without the devices that work on deferred products; with them, if the others do not suffice."""
     try:
         return planner.plan(question, profiles, able, revised, busy)
     except PlanError:

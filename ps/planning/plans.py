@@ -45,19 +45,19 @@ class Request:
 class Level:
     """Products of a pass that become ready at the same moment."""
 
-    critical: tuple[Request, ...]  # critical: the next level waits for them
-    deferred: tuple[Request, ...] = ()  # deferred: no product waits for them before the pass ends
+    critical: tuple[Request, ...]  # the next level waits for them
+    deferred: tuple[Request, ...] = ()  # no product waits for them before the pass ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value
 class Plan:
     """`fresh` is False where an earlier block of this plan, on the same device, brought exactly this range and the
-    device still has it. A block that is streamed in chunks brings all it needs, and leaves nothing behind."""
+    device still has it. A block that is streamed in chunks brings all its operands, and leaves none behind."""
 
     boxes: Integers  # [k, 6]: batch, batches, row, rows, column, columns; blocks of one rectangle follow each other
     device: Integers  # [k] device ids
     fresh: NDArray[np.bool_]  # [k, 2]: whether the block brings its rows (left slab), its columns (right slab)
-    makespan_s: float  # modelled for the first time, when nothing is kept and the fleet is idle
+    makespan_s: float  # modelled for the first use, when no slab is kept and the fleet is idle
     chunks: Integers | None = None  # [k]: number of chunks of its operands
     ends_s: NDArray[np.float64] | None = None  # [k]: when its device has finished all its blocks
     firm: bool = False  # each block is sent as soon as there is credit, and to no other device while its own lives

@@ -1,10 +1,10 @@
-"""Cuts lost rectangles again over working devices: what was lost is back soon, and no device ends later than it must.
+"""Cuts lost rectangles anew over working devices: lost blocks return soon, and no device ends later than necessary.
 
-A device's three queues are busy first with what it was sent, then with what waits for it. When the device ends follows
-from both. But lost blocks overtake what waits, so when they are back follows from the first alone. So there are two
-times: the common end, which is the earliest by which all devices together can do the lost cells beside what they have,
-or the end of the product if that is later; and the earliest at which all lost cells can be back, if no device takes
-more than it can do by the common end.
+A device's three queues are busy first with the blocks it was sent, then with the blocks that wait for it. Both
+determine when the device ends. But lost blocks overtake the waiting ones, so only the sent blocks determine when lost
+blocks return. So there are two times: the common end, which is the earliest by which all devices together can compute
+the lost cells beside their own blocks, or the end of the product if that is later; and the earliest at which all lost
+cells can be back, if no device takes more than it can compute by the common end.
 
 Pure functions of arrays: same input, same blocks.
 """
@@ -22,7 +22,7 @@ from ps.planning.plans import Shape
 from ps.planning.weighted_grid import SLACK, divided
 
 PRECISION = 5e-3  # of a time
-MANY = 4  # considers this multiple of the devices that may be used
+MANY = 4  # candidates, as a multiple of the devices that may be used
 LATER = 1.05  # may finish up to 5% late, seen from now, if lost blocks return sooner
 
 
@@ -36,8 +36,8 @@ def recut(
     most: int,
 ) -> tuple[Integers, Integers, Integers]:
     """Blocks that cover the rectangles `lost`; the index of each block's device; and that of its rectangle, in order.
-    `sent_s`, `all_s`: [3, devices], how long their queues are busy with what they were sent, and with all that they
-    have; `ends_s`: when the product ends without the lost rectangles; `most`: devices per rectangle."""
+    `sent_s`, `all_s`: [3, devices], how long their queues are busy with the blocks they were sent, and with all
+    their blocks; `ends_s`: when the product ends without the lost rectangles; `most`: devices per rectangle."""
     needed = np.array([float(box[1] * box[3] * box[5]) for box in lost])
     total, rows, columns = float(needed.sum()), max(int(t[3]) for t in lost), max(int(t[5]) for t in lost)
     few = most * len(lost)
@@ -71,7 +71,7 @@ def _shares(
     largest: tuple[int, int],
     total: float,
 ) -> Numbers:
-    """Cells for each device; together at least as many as are needed."""
+    """Cells for each device; together at least `total`."""
     soon, late = (Areas(_cost_model(profiles, inner, busy_s), *largest) for busy_s in (sent_s, all_s))
 
     def within(span_s: float) -> bool:
@@ -97,7 +97,7 @@ def _soonest(profiles: NDArray[np.void], inner: int, busy_s: Numbers, cells: flo
 
 
 def _cost_model(profiles: NDArray[np.void], inner: int, busy_s: Numbers) -> CostModel:
-    """A block passes the three queues in order, each after what is in it: three sums, and the longest counts."""
+    """A block passes the three queues in order, each after the work in it: three sums, and the longest counts."""
     side_s, nothing = 8.0 * BYTES * inner / profiles["down_bps"], np.zeros(len(profiles))
     compute_s, up_s = 2.0 * inner / profiles["flops"], 8.0 * BYTES / profiles["up_bps"]
     back_s = profiles["latency_s"]
@@ -119,5 +119,5 @@ def _teams(needed: Numbers, share: Numbers) -> list[Integers]:
         rectangle = int(missing.argmax())
         teams[rectangle].append(device)
         missing[rectangle] -= cells
-    # with fewer devices than rectangles, some have no device yet
+    # with fewer devices than rectangles, some rectangles have no device yet
     return [np.array(team or [index % len(share)], np.int64) for index, team in enumerate(teams)]

@@ -1,4 +1,4 @@
-"""No device gets more than a stated part of a product, where the others are able.
+"""No device gets more than a stated part of a product, where the other devices are able.
 
 A device that computes most of a product sees most of its operands, and delays the product when it fails. Plans are
 first made without the cap. If one gives a device more than its part, plans are made again as if that device were
@@ -33,7 +33,7 @@ YIELDS = 1.05  # times as long, at most, with a cap that is not strict
 TRIES = 12  # each makes plans, and brings a device's part down to near the cap
 HARDER = 0.99  # aim a little below the cap: whole rows and columns are dealt, and this saves a further try
 MANY = 20.0  # times what all others do together: a device that claims more gets nearly all anyway
-LEAST = 0.05  # of a rate, per try
+LEAST = 0.05  # smallest factor on a rate, per try
 TEAM = 3.0  # times as many devices as the cap needs: they are not equally fast
 
 
@@ -47,7 +47,7 @@ class Cap:
     strict: bool = False
 
     def excess(self, requests: Sequence[Request], plans: Sequence[Plan], able: int) -> tuple[Integers, Numbers]:
-        """Devices that have more of these products together than they may, and the part of each."""
+        """Devices whose part of these products together exceeds the cap, and the part of each."""
         share, shapes = max(self.share, 1.0 / able), [request.shape for request in requests]
         cells = [plan.boxes[:, 1] * plan.boxes[:, 3] * plan.boxes[:, 5] for plan in plans]
         work = [shape.inner * of_plan for shape, of_plan in zip(shapes, cells, strict=True)]
@@ -78,9 +78,9 @@ def capped(
     ends_s: Callable[[list[Plan]], float],
     beside: int = 0,
 ) -> list[Plan]:
-    """The plans, or others that keep the cap. `solve` makes plans; `ends_s` says how long they take. The last `beside`
-    products are deferred, and done beside the others by teams that were chosen for the whole pass. Those plans are left
-    alone unless the cap is strict; then such a team gets more devices."""
+    """The plans, or others that keep the cap. `solve` makes plans; `ends_s` gives how long they take. The last `beside`
+    products are deferred: teams that were chosen for the whole pass compute them beside the others. Then the plans stay
+    unchanged unless the cap is strict; if it is, such a team gets more devices."""
     yields = not cap.strict
     if cap.share >= 1.0 or len(able) < 2 or (yields and beside) or not cap.broken(requests, plans, len(able)):
         return plans
@@ -118,7 +118,7 @@ def _capped(
             best, best_part = plans, largest
         if not len(devices):
             break
-        # if parts were proportional to rates, a device slowed by this factor would get just what it may
+        # if parts were proportional to rates, a device slowed by this factor would get exactly its cap
         factor = HARDER * np.maximum(most * (1 - parts) / (parts * (1 - most)), LEAST)
         for rate in ("flops", "down_bps", "up_bps"):
             others = MANY * np.delete(profiles[rate], devices).sum()  # a claim may be any number

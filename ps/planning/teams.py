@@ -22,7 +22,7 @@ from ps.planning.weighted_grid import able_devices
 # Using every device for a product costs bytes and messages and saves little: among teams that are modelled to end
 # within this factor of the best, the smallest is taken.
 SLACK = 1.02
-PACKING_LOSS = 0.02  # of the cells: promised by the relaxed bound, lost to rectangles
+PACKING_LOSS = 0.02  # of the cells: in the relaxed bound, but lost to rectangles
 TEAM_PRECISION = 1e-3  # of T; dealing whole devices is coarser
 
 
@@ -35,13 +35,13 @@ class Relaxation:
     cuts: Cuts
     cost_models: tuple[CostModel, CostModel]
     areas: Areas
-    span_s: float  # about when it could end: an estimate, by the upright model and with every overhead, not a bound
+    span_s: float  # when the product could end: an estimate, by the upright model and with every overhead, not a bound
 
     @classmethod
     def of(
         cls, request: Request, profiles: NDArray[np.void], names: Integers | None = None, until_s: float = 0.0
     ) -> Relaxation:
-        """`names`: ids of the devices, instead of 0, 1, ...; `until_s`: it need not end before."""
+        """`names`: ids of the devices, instead of 0, 1, ...; `until_s`: the product need not end before."""
         shape = request.shape
         index = able_devices(shape, profiles)
         profiles = profiles[index]
@@ -78,7 +78,7 @@ class Relaxation:
 
 def deal(relaxations: list[Relaxation], harder: Numbers, count: int) -> list[Integers]:
     """Deal the devices, largest first, always to the product with the largest share missing, until all would end
-    together within SLACK of the best. No teams, if one product after another ends sooner."""
+    together within SLACK of the best. Returns no teams if one product after another ends sooner."""
     needed = harder * [float(relaxation.request.shape.cells) for relaxation in relaxations]
 
     def cells(span_s: float) -> Numbers:

@@ -1,7 +1,7 @@
-"""Small blocks for unknown devices, taken out of a plan that other devices could do alone.
+"""Small blocks for unknown devices, cut from a plan that other devices could carry out alone.
 
-A trial block is part of the product. It is so small that a device as fast as a typical one finishes it in a fraction of
-the product's time. If the device never answers, another can still do it before the product ends. Pure.
+A trial block is part of the product. It is so small that a typical device finishes it in a fraction of the product's
+time. If the device never answers, another can still compute it before the product ends. Pure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ps.planning.plans import Plan, Shape
 
 TRIAL_BLOCKS_PER_PLAN = 16  # devices that get a trial block in one product; the others get theirs in the next
 BRIEF = 1 / 16  # of the product's time, by the model of a typical device
-PATIENCE = 0.5  # of the product's time; then others compute the trial block too, and until then it costs nothing
+PATIENCE = 0.5  # of the product's time; then others compute the trial block too; waiting until then costs nothing
 
 
 def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devices: Sequence[int]) -> Plan:
     """The plan with one small block for each of these devices, as far as possible. `profiles`: by id, those of
-    `devices` as they are believed. A trial block is cut from the last block of a device, and no block brings a slab
+    `devices` as currently believed. A trial block is cut from the last block of a device, and no block brings a slab
     that it would not bring otherwise."""
     boxes, owner = plan.boxes.copy(), plan.device.copy()
     # A latency is also a claim, and a block may be out for that long. A device whose latency exceeds the time of the
@@ -54,16 +54,16 @@ def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devi
 
 
 def _axis(box: Integers, fresh: NDArray[np.bool_]) -> int:
-    """The axis along which it is cut, 2: rows, 4: columns; 0 if both of its slabs came with other blocks. A slab that
-    it shares with others stays as it is."""
+    """The axis along which a block is cut, 2: rows, 4: columns; 0 if both of its slabs came with other blocks. A slab
+    that it shares with other blocks stays whole."""
     if fresh.all():
         return 2 if box[3] >= box[5] else 4
     return 2 if fresh[0] else 4 if fresh[1] else 0
 
 
 def _size(box: Integers, axis: int, shape: Shape, profile: NDArray[np.void], within_s: float) -> int:
-    """How many rows or columns of a block a device does within this time, at most a quarter of them. If even one takes
-    longer: one, if that is done before others would compute it too; else 0."""
+    """How many rows or columns of a block a device computes within this time, at most a quarter of them. If even one
+    takes longer: one, if it ends before others would compute it too; otherwise 0."""
     length = int(box[axis + 1]) if axis else 0
     if length < 2:
         return 0

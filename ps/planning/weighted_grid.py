@@ -67,7 +67,7 @@ def grid_plan(shape: Shape, profiles: NDArray[np.void], backlog_s: Numbers, coun
 def grid_boxes(
     shape: Shape, profiles: NDArray[np.void], backlog_s: Numbers, count: int | None = None
 ) -> tuple[Integers, Integers]:
-    """The blocks of such a plan, and their devices."""
+    """The blocks of a grid plan, and their devices."""
     able = able_devices(shape, profiles)
     chosen, cells = _shares(shape, profiles[able], backlog_s[able], count)
     chosen = able[chosen]
@@ -113,7 +113,7 @@ def _level(
     shape: Shape, profiles: NDArray[np.void], backlog_s: Numbers, near_s: float | None = None
 ) -> tuple[float, Numbers]:
     """The time T at which these devices, all ending together, have covered the output; and the cells of each. `near_s`:
-    T of a larger fleet, to within the precision below; this one needs at least as long."""
+    T of a larger fleet, to within the precision below; this fleet needs at least as long."""
     squares = _Squares(profiles, shape.inner, backlog_s)
     low, high = (0.0, 1e-3) if near_s is None else (0.98 * near_s, SLACK * near_s)
     while (cells := squares.cells(high)).sum() < shape.cells:

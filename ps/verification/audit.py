@@ -1,7 +1,7 @@
 """Random cells of a product in float64, a few per product: signed errors, which no sum over cells can hide.
 
-Some are the cells nearest zero of their blocks. There a lie as small as rounding does most: it turns the sign, and with
-a gradient's sign AdamW turns its step.
+Some audited cells are the cells nearest zero of their blocks. There an error as small as rounding does most harm: it
+flips the sign, and with a gradient's sign AdamW flips its step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ps.verification.rounding import EPSILON, LARGEST, Floats, floor, level_squa
 
 Array = NDArray[np.float32]
 
-BLOCKS_PER_AUDIT = 4  # one cell of every fourth block, ...
-FEWEST = 24  # ... at least this many cells of a product, ...
-MOST_TERMS = 1 << 20  # ... and at most this many terms of sums: 2 ms
-NEAR_ZERO = 8  # of these cells, and at most a third: the one nearest zero of its block
-WINDOW = 64  # ... or of this many of its rows and columns
+BLOCKS_PER_AUDIT = 4  # one cell per four blocks, ...
+FEWEST = 24  # ... at least this many cells per product, ...
+MOST_TERMS = 1 << 20  # ... and at most this many terms in their sums: 2 ms
+NEAR_ZERO = 8  # this many audited cells, at most a third, are the cell nearest zero of their block ...
+WINDOW = 64  # ... or of a window of this many of its rows and columns
 
 
 @dataclass(frozen=True, slots=True)
 class Audits:
     blocks: Integers  # the block of each cell
-    errors: Floats  # signed, in honest levels; NaN where that means nothing
-    wrong: NDArray[np.bool_]  # beyond what honest cells have
+    errors: Floats  # signed, in honest levels; NaN where undefined
+    wrong: NDArray[np.bool_]  # the error exceeds honest rounding
     cells: Integers  # batch, row and column of each
 
     @classmethod
@@ -62,8 +62,8 @@ class Audits:
 def nearest_zero(
     out: Array, norms: tuple[Floats, Floats], boxes: Integers, batch: Integers, row: Integers, column: Integers
 ) -> tuple[Integers, Integers]:
-    """Rows and columns of these blocks' cells that are nearest zero, relative to their norms. Of a large block, around
-    the cell given. Not cells that are zero: most are where nothing was to be computed."""
+    """Row and column of each block's cell nearest zero, relative to its norms; in a large block, within a window around
+    the given cell. Skips cells that are zero: most of them had nothing to compute."""
     r, rs, c, cs = boxes[:, 2:].T
     r, c = (
         np.maximum(start, np.minimum(at - WINDOW // 2, start + size - WINDOW))

@@ -1,10 +1,10 @@
-"""Devices' errors over many products: sums that stay near zero for rounding and grow for a steady lie.
+"""Devices' errors over many products: sums that stay near zero under rounding and grow under steadily wrong answers.
 
 Two cumulative sums (CUSUM, Page 1954) per device. One adds up the energies of its blocks, less the most that honest
-rounding has. The other adds up the signed errors of audited cells, each less an allowance: honest errors have no sign.
-A sum that exceeds its limit is not an accusation: cells of that device are then computed again. If they are right, the
-sums start again and the device's limits double, so that a device just above them cannot keep the server busy. Blocks
-that were loud by themselves, and found right, change nothing: sums are what they were before that product.
+rounding gives. The other adds up the signed errors of audited cells, each less an allowance: honest errors have no
+sign. A sum that exceeds its limit is not an accusation: the server then recomputes cells of that device. If they are
+right, the sums start again and the device's limits double, so that a device just above them cannot keep the server
+busy. If a block was loud by itself and found right, the device's energy sum returns to its value before that product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ps.planning.cost import Integers
 from ps.verification.rounding import Floats
 
-ENERGY_ALLOWED = 1.0  # per patch; honest kernels have 0.6 at most, see ps/verification/rounding.py
+ENERGY_ALLOWED = 1.0  # per patch; honest kernels give 0.6 at most, see ps/verification/rounding.py
 ENERGY_LIMIT = 40.0
 BIAS_ALLOWED = 0.25  # per audited cell, in honest levels
 BIAS_LIMIT = 12.0  # with honest errors of half a level, one alarm in exp(24) cells
@@ -54,7 +54,7 @@ class Drift:
         self._patience[device] = min(2 * self._patience[device] + 1, MOST_PATIENCE)
 
     def explained(self, device: int) -> None:
-        """The energy of the last product says nothing about this device."""
+        """Discard what the last product added to this device's energy."""
         if device < len(self._before):
             self._energy[device] = min(self._energy[device], self._before[device])
 

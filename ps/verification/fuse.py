@@ -1,11 +1,11 @@
-"""Doubts the check itself before many devices are suspended at once: a pure state machine.
+"""Questions the check itself before many devices are suspended at once: a pure state machine.
 
-    trusting   the usual state: an accusation needs cells that the server computed again, and all its own float32
-               kernels have to pass the same judgement on some of these cells
-    doubting   several devices are accused in one product, or more than a small share of the fleet recently. Own kernels
-               are asked anyway, once per product: that is cheap
-    blown      the check failed its own kernels in more than one product: only cells that no float32 kernel can give
-               count, until it has been quiet for a while
+    trusting   the usual state: an accusation needs cells that the server has recomputed, and all the server's own
+               float32 kernels must pass the same check on some of these cells
+    doubting   several devices are accused in one product, or more than a small share of the fleet recently. No other
+               effect: own kernels run for every accusation, once per product, which is cheap
+    blown      the server's own kernels failed the check in more than one recent product: only cells that no float32
+               kernel can give count, until those failures are LATELY products old
 
 Time is counted in products.
 """
@@ -41,7 +41,7 @@ class Fuse:
             self._failed.popleft()
 
     def accuse(self, devices: list[int], fleet: int) -> State:
-        """These devices are accused in the present product; returns how carefully to judge that."""
+        """Record that these devices are accused in the present product; returns how carefully to judge them."""
         lately = {device for _, device in self._accused} | set(devices)
         self._accused += [(self.product, device) for device in devices]
         if len(self._failed) >= BLOWS_AT:

@@ -1,9 +1,9 @@
 """The cheap part of the check, for every product: C s against A (B s), row by row.
 
-It costs a tenth of the sketch in patches (ps/verification/sketch.py) and accuses no device: a suspicious product is
-sketched, and so is one of every ten, at random. A large lie is seen at once, by its row. A small one hides in the
+A glance costs a tenth of the sketch in patches (ps/verification/sketch.py) and accuses no device: a suspicious product
+is sketched, and so is one of every ten, at random. A large error shows at once, in its row. A small one hides in the
 rounding of whole rows until one of its products is drawn: several times per step. The first products of a run are all
-sketched: nothing is known of the devices yet, and in AdamW's first step the sign of a gradient is all that counts.
+sketched: nothing is known of the devices yet, and in AdamW's first step only the sign of a gradient counts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ps.verification.sketch import SMALLEST_NORM, random_vector
 
 Array = NDArray[np.float32]
 
-ONE_OF = 10  # products is sketched, whatever the glance says
-FIRST = 20  # products of a run: all are
+ONE_OF = 10  # one of this many products is sketched, whatever the glance finds
+FIRST = 20  # this many products at the start of a run are all sketched
 ROW_DEVIATIONS = 6.0
 MEAN_DEVIATIONS = 5.0
 
@@ -30,7 +30,7 @@ class Glance:
     vector: Array  # s, divided by the norms of the columns: [batch, columns]
     image: Floats  # A (B s): [batch, rows]
     unit: Floats  # one error of eps |a_i| |b_j| in each cell, with random signs
-    flushed: Floats  # what flushing to zero may change
+    flushed: Floats  # the most that flushing to zero may change
     inner: int
 
     @classmethod
@@ -55,12 +55,12 @@ class Glance:
             kappa = (self.image / self.unit) ** 2
             energy = (off / (EPSILON * self.unit)) ** 2 / level_squared(np.maximum(kappa, kappa.mean()), self.inner)
             few = energy.max(initial=0.0) <= upper(1.0, ROW_DEVIATIONS)
-            return not (few and energy.mean() <= upper(float(energy.size), MEAN_DEVIATIONS))  # True if not a number
+            return not (few and energy.mean() <= upper(float(energy.size), MEAN_DEVIATIONS))  # True for NaN
 
 
 class Lot:
-    """Draws the products to sketch. One of every ten and not each with a chance of a tenth: else one step in sixty of a
-    small model would pass without any."""
+    """Draws the products to sketch: one of every ten, not each with probability 0.1, because then one step in sixty of
+    a small model would have none."""
 
     def __init__(self, random: Callable[[int], int]) -> None:
         """`random(n)`: a whole number below n that devices cannot know."""

@@ -24,7 +24,7 @@ def failing_patches(left: Array, right: Array, out: Array, expected: Expectation
     fails = np.empty(out.shape, np.float32)
     known_rows, known_columns = np.isfinite(rows.norms), np.isfinite(columns.norms)
     for b in range(len(out)):
-        fails[b] = np.isfinite(out[b])  # right for cells that must not be finite
+        fails[b] = np.isfinite(out[b])  # correct for cells whose true value is not finite
         i, j = np.flatnonzero(known_rows[b]), np.flatnonzero(known_columns[b])
         if not i.size or not j.size:
             continue

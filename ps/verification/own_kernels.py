@@ -1,6 +1,6 @@
-"""The server's own float32 kernels: what honest devices may return, in several orders of additions.
+"""The server's own float32 kernels: results that honest devices may return, in several orders of addition.
 
-They compute few cells. A sum of 131,072 terms in every order for a whole patch would stop the server for seconds.
+They compute few cells: sums of 131,072 terms in every order for a whole patch would stop the server for seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def blas(left: Array, right: Array) -> Array:
 
 
 def in_chunks(left: Array, right: Array) -> Array:
-    """The last chunk first."""
+    """Sums of chunks of the inner dimension, the last chunk first."""
     out = np.zeros((len(left), len(right)), np.float32)
     chunk = max(32, left.shape[1] // 8)
     for start in range((left.shape[1] - 1) // chunk * chunk, -1, -chunk):
@@ -33,8 +33,8 @@ def in_chunks(left: Array, right: Array) -> Array:
 
 
 def in_lanes(left: Array, right: Array, lanes: tuple[int, ...]) -> tuple[Array, ...]:
-    """For each number of lanes k: every k-th term goes into one sum, then the sums are added, as processors do. One
-    lane is one term after the other, the worst order that counts as honest."""
+    """For each number of lanes k: every k-th term goes into one sum, then the sums are added, as SIMD units do. One
+    lane adds one term after the other, the worst order that counts as honest."""
     rows, columns, inner = len(left), len(right), left.shape[1]
     cells, most = rows * columns, max(lanes)
     one, two = np.ascontiguousarray(left.T), np.ascontiguousarray(right.T)
@@ -48,7 +48,7 @@ def in_lanes(left: Array, right: Array, lanes: tuple[int, ...]) -> tuple[Array, 
             by_lane = terms.reshape(-1, count * cells)
             first = by_lane[0].copy()
             by_lane[0] += sums[index]
-            # along the first axis NumPy adds one row after the other; along the last one it would add pairs
+            # along the first axis NumPy adds one row after the other; along the last axis it would add pairs
             sums[index] = np.add.reduce(by_lane, axis=0)
             by_lane[0] = first
     rest = (one[whole:, :, None] * two[whole:, None, :]).reshape(inner - whole, cells)
@@ -88,5 +88,5 @@ NAMES = (
 
 
 def own_products(left: Array, right: Array) -> tuple[Array, ...]:
-    """What each kernel gives, in the order of NAMES."""
+    """The result of each kernel, in the order of NAMES."""
     return blas(left, right), in_chunks(left, right), onnx(left, right), *in_lanes(left, right, (1, 4, 16))

@@ -1,9 +1,9 @@
-"""Cells computed again in float64, as evidence for or against what a device returned.
+"""Cells recomputed in float64, as evidence for or against the answer of a device.
 
 Errors are counted in eps |a_i| |b_j| (ps/verification/rounding.py) and compared with the server's own float32 kernels
 (ps/verification/own_kernels.py) on some of the same cells. A device is wrong if no kernel could have given one of its
 cells, or if its errors exceed those of the worst own kernel by a factor: as a mean square, as a mean (honest errors
-have no sign), in a single cell, or, by less, in single cells of several patches.
+have no sign), in a single cell, or, by a smaller factor, in single cells of several patches.
 
 Operands that repeat need care. Cells with equal rows and columns share one error, so they count as one cell. Terms that
 repeat within a sum are rounded the same way each time: such errors grow with n and not with sqrt(n), and an own kernel
@@ -24,35 +24,35 @@ from ps.verification.rounding import COHERENT, EPSILON, LARGEST, PLAIN, Floats, 
 Array = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
-SAMPLED_TERMS = 1 << 21  # of sums that own kernels add up for a patch: about 10 ms
-AT_A_TIME = 4096  # terms of sums: what is converted to float64 stays in the cache
-SAMPLED_SIDE = 16  # of the rows, and of the columns, for own kernels
+SAMPLED_TERMS = 1 << 21  # that own kernels add up per patch: about 10 ms
+AT_A_TIME = 4096  # terms converted to float64 at once, so that they stay in the cache
+SAMPLED_SIDE = 16  # most rows, and most columns, for own kernels
 TIMES_SQUARED = 3.0  # mean square of errors: wrong above this multiple of the worst own kernel's, ...
 DEVIATIONS = 6.5  # ... beyond chance: one in 10^10
-CELL_TIMES = 12.0  # limit of one cell, as a multiple of its level; honest kernels: up to 5.7
-FAR_TIMES = 6.0  # a cell beyond this is far off; ...
+CELL_TIMES = 12.0  # limit of one cell's error, as a multiple of its level; honest kernels: up to 5.7
+FAR_TIMES = 6.0  # a cell whose error exceeds this multiple is far off; ...
 FAR_PATCHES = 3  # ... this many patches with such a cell are as bad as one cell beyond the limit
 OWN_TIMES = 3.0  # a cell is not wrong if it is off by less than this multiple of the worst cell of own kernels
 BIAS_SHARE = 0.35  # mean error, relative to the root mean square of the worst own kernel (honest: up to 0.06) ...
 BIAS_CELLS = 400  # ... over at least this many cells: seven standard deviations
-QUIET_SQUARED = 0.2**2  # an own kernel that rounds less than this may have been lucky
+QUIET_SQUARED = 0.2**2  # an own kernel with less error than this may have been lucky
 FEW = 64  # cells: with fewer, the own kernels' errors say little
-SAME = 1e-5  # errors closer than this are one: float64 rounds, too
-TERMS_SEEN = 1024  # of a sum, for how often its terms repeat
+SAME = 1e-5  # errors closer than this count as one: float64 rounds, too
+TERMS_SEEN = 1024  # terms of a sum that are examined for repeats
 SUMS_SEEN = 4
-CHANCE = 2.0  # terms are equal so often by chance, in the longest sums
+CHANCE = 2.0  # terms repeat this often by chance, in the longest sums
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Evidence from the cells of some patches."""
 
-    cells: float = 0.0  # that do not repeat
+    cells: float = 0.0  # number of cells whose errors do not repeat
     square: float = 0.0  # mean square of errors
     mean: float = 0.0  # of errors, signed
     own_square: float = 0.0  # of the worst own kernel
-    own_mean: float = 0.0  # size of its mean error: operands that repeat give it a sign
-    extreme: float = 0.0  # largest error, as a share of what a single cell may have
+    own_mean: float = 0.0  # absolute mean error of an own kernel, the largest: operands that repeat give errors a sign
+    extreme: float = 0.0  # largest error, as a share of a single cell's limit
     impossible: int = 0  # cells that no order of additions gives
     far: int = 0  # patches with a cell far off
 
@@ -80,7 +80,7 @@ class Evidence:
 
     @property
     def against(self) -> str:
-        """The evidence against the device; empty if this is rounding."""
+        """The evidence against the device; empty if the errors are rounding."""
         return self.against_its_size or self.against_its_sign
 
     @property
@@ -112,9 +112,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Errors of a patch's cells, and what honest rounding does there."""
+    """Errors of a patch's cells, and those of honest rounding there."""
 
-    errors: Floats  # of cells in which an error means something
+    errors: Floats  # of cells in which an error is defined
     impossible: int
     extreme: float = 0.0  # largest error, as a multiple of its cell's level
     level_square: float = 0.0  # mean
@@ -129,9 +129,9 @@ class Own:
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
     outs: tuple[Array, ...]
-    square: float  # of the worst kernel's errors
-    mean: float  # the size of the mean error of the kernel with the largest
-    each: Floats  # the largest error in each of these cells
+    square: float  # mean square of the worst kernel's errors
+    mean: float  # absolute mean error of the kernel with the largest
+    each: Floats  # the largest error in each cell
     repeats: float  # how often terms of a sum repeat
     share: float  # the mean square, as a share of its level
 
@@ -148,13 +148,13 @@ class Exact:
                 self.truth += one @ two.T
             self.size: Floats = rows[:, None] * columns
             self.lost = floor(rows[:, None], columns, self.inner)
-            # holds for any order of additions: the terms' sizes add up to |a_i| |b_j| at most
+            # holds for any order of addition: the terms' magnitudes add up to |a_i| |b_j| at most
             self.most: Floats = (self.inner + 8) * EPSILON * self.size + self.lost
             self.regular: Flags = np.isfinite(self.truth) & (self.size < LARGEST)  # no partial sum overflows
             self.kappa: Floats = np.where(self.size > 0, np.abs(self.truth) / self.size, 0.0)
 
     def errors(self, out: Array) -> tuple[Floats, int]:
-        """In eps |a_i| |b_j|, NaN where that means nothing; and the number of cells that no kernel gives."""
+        """Errors in eps |a_i| |b_j|, NaN where undefined; and the number of cells that no kernel gives."""
         with np.errstate(all="ignore"):
             off = out.astype(np.float64) - self.truth
             near = np.abs(off) <= self.most
@@ -163,7 +163,7 @@ class Exact:
             return np.where(counted, in_units(off, self.size, self.lost), np.nan), int((~possible).sum())
 
     def own(self, random: np.random.Generator, cell: tuple[int, int] | None = None) -> Own:
-        """What own kernels do to some of the cells, this one included."""
+        """Errors of own kernels in some of the cells, including `cell`."""
         side = sampled_side(self.inner)
         i, j = (
             _some(random, extent, side, None if cell is None else cell[k]) for k, extent in enumerate(self.truth.shape)
@@ -181,7 +181,8 @@ class Exact:
         return Own(i, j, outs, square, mean, np.abs(errors).max(axis=0), times, square / level)
 
     def glimpse(self, out: Array) -> Patch:
-        """As if own kernels hardly rounded: cells that pass this need no comparison with them."""
+        """The patch judged without own kernels, as if they hardly rounded: cells that pass need no comparison with
+        them."""
         errors, kappa, impossible = self._counted(out)
         if not errors.size:
             return Patch(errors, impossible)
@@ -190,8 +191,8 @@ class Exact:
         return Patch(errors, impossible, extreme, PLAIN**2 + float(coherent.mean()))
 
     def typical(self, seen: Sequence[Own]) -> Own:
-        """What own kernels may do here, from what they did in other patches of the product; never less than the level,
-        as these are other cells."""
+        """Errors that own kernels may have here, from those in other patches of the product; never less than the level,
+        because these are other cells."""
         some = max(seen, key=lambda own: own.share)
         none = np.empty(0, np.int64)
         share, times = max(1.0, some.share), max(own.repeats for own in seen)
@@ -200,7 +201,7 @@ class Exact:
         return Own(none, none, (), square, float(mean), np.empty((0, 0)), times, share)
 
     def patch(self, out: Array, own: Own) -> Patch:
-        """What speaks for and against these cells."""
+        """The evidence for and against these cells."""
         errors, kappa, impossible = self._counted(out)
         if not errors.size:
             return Patch(errors, impossible)
@@ -209,7 +210,7 @@ class Exact:
         own_square, own_mean = own.square, own.mean
         if errors.size < FEW or own.repeats > CHANCE:
             own_square = max(own_square, level_square)
-        if own.repeats > CHANCE:  # however many cells there are, an own kernel may be lucky in all of them
+        if own.repeats > CHANCE:  # an own kernel may be lucky in any number of cells
             own_mean = max(own_mean, float(np.sqrt(level_square)))
         extreme = float((np.abs(errors) / np.sqrt(max(own_square, PLAIN**2) + coherent)).max())
         at = np.ix_(own.rows, own.columns)
@@ -224,8 +225,8 @@ class Exact:
         return int(row), int(column)
 
     def _coherent(self, kappa: Floats, times: float) -> Floats:
-        """The part of a mean square that partial sums and repeated terms make. With terms that repeat `times`, partial
-        sums may be large though the whole sum is small."""
+        """The part of a mean square that comes from partial sums and repeated terms. With terms that repeat `times`
+        times, partial sums may be large although the whole sum is small."""
         result: Floats = (COHERENT**2 * self.inner) * (kappa * kappa + max(0.0, times - CHANCE))
         return result
 
@@ -242,15 +243,15 @@ def examine(left: Array, right: Array, out: Array, random: np.random.Generator) 
 
 
 def independent(errors: Floats) -> float:
-    """How many of these errors are observations of their own: repeated ones are one. (Kish's effective sample size: a
-    few others do not make up for one that repeats a thousand times.)"""
+    """The number of independent errors: repeated errors count as one. (Kish's effective sample size: a few others do
+    not make up for an error that repeats a thousand times.)"""
     _, counts = np.unique(np.rint(errors / SAME), return_counts=True)
     return float(errors.size**2 / (counts.astype(np.float64) ** 2).sum())
 
 
 def repeats(left: Array, right: Array, random: np.random.Generator) -> float:
-    """How many terms of a sum are equal to one of its terms, on average, in the worst of some sums; 1 if none repeats.
-    Terms that are zero are not rounded."""
+    """How often a term occurs in its sum, on average, in the worst of some sums; 1 if no term repeats. Terms that are
+    zero do not count: they are not rounded."""
     inner, most = left.shape[1], 1.0
     seen = np.arange(inner) if inner <= TERMS_SEEN else np.sort(random.choice(inner, TERMS_SEEN, replace=False))
     for index in range(min(SUMS_SEEN, max(len(left), len(right)))):
@@ -271,7 +272,7 @@ def sampled_side(inner: int) -> int:
 
 
 def _some(random: np.random.Generator, extent: int, count: int, one: int | None) -> NDArray[np.int64]:
-    """Some of the indices below `extent`, among them this one, which comes first."""
+    """Up to `count` indices below `extent`; `one`, if given, comes first."""
     chosen = random.permutation(extent)[:count] if count < extent else np.arange(extent)
     if one is None:
         return chosen
@@ -279,7 +280,7 @@ def _some(random: np.random.Generator, extent: int, count: int, one: int | None)
 
 
 def in_units(off: Floats, size: Floats, lost: Floats) -> Floats:
-    """Errors in eps |a_i| |b_j|, without what flushing to zero may have lost."""
+    """Errors in eps |a_i| |b_j|, less the most that flushing to zero may have lost."""
     result: Floats = np.copysign(np.maximum(np.abs(off) - lost, 0.0), off) / (EPSILON * size)
     return result
 

@@ -1,13 +1,13 @@
-"""What rounding may do to an honest float32 product. The unit everywhere: eps |a_i| |b_j| of a cell.
+"""The errors that rounding may cause in an honest float32 product. The unit everywhere: eps |a_i| |b_j| of a cell.
 
 An honest kernel rounds to nearest and adds the n terms of a cell in float32, in any order: by blocks and lanes, as BLAS
-does, in chunks, or one after the other, which is the worst. Measured on real activations and gradients (NumPy, ONNX
-Runtime, one after the other; OPT and Llama, n = 32 to 3,072): 0.03 to 1.04 root mean square. Most of that follows from
-the size of the sum, kappa = |c_ij| / (|a_i| |b_j|): terms of one sign make partial sums, and so errors, grow with
+does, in chunks, or one after the other, which is the worst order. Measured on real activations and gradients (NumPy,
+ONNX Runtime, one after the other; OPT and Llama, n = 32 to 3,072): 0.03 to 1.04 root mean square. Most of that follows
+from the size of the sum, kappa = |c_ij| / (|a_i| |b_j|): terms of one sign make partial sums, and so errors, grow with
 sqrt(n). `level_squared` is at least 1.7 times the mean square that these kernels showed. Kernels that truncate, or that
 answer with fewer bits than float32 has, are not honest in this sense.
 
-Below the smallest normal number a kernel may flush terms, sums and operands to zero: `floor` is the most that loses.
+Below the smallest normal number a kernel may flush terms, sums and operands to zero: `floor` bounds that loss.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def upper(count: Floats | float, deviations: float) -> Floats:
 
 
 def norms(array: NDArray[np.float32]) -> Floats:
-    """Euclidean norms along the last axis. Nothing overflows or vanishes: what float32 cannot square is squared in
-    float64. Not finite only where a value is not."""
+    """Euclidean norms along the last axis. Nothing overflows or vanishes: values that float32 cannot square are squared
+    in float64. A norm is not finite only where a value is not."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         squares: Floats = np.einsum("bmn,bmn->bm", array, array).astype(np.float64)
         again = ~((squares > 1e-25) & (squares < 1e35))

@@ -1,15 +1,15 @@
-"""A sketch of a whole product, compared with what its operands say: is the product right?
+"""A sketch of a whole product, compared with the same sketch of its operands: is the product right?
 
 A grid that respects all blocks and is no coarser than PATCH cells each way cuts the output. For random vectors t and s,
 the part of t^T C s that lies in a patch must equal (t^T A)(B s) of its rows and columns. That reads A, B and C once,
-while computing C took n times as long. Rows and columns count as if their norms were 1, so that a lie in a row of small
-numbers stands out like one in a row of large ones. The entries of t and s have random signs and magnitudes between 0.5
-and 1.5: no pattern of errors cancels often, no single cell is ever hidden. Devices do not know their seed.
+while computing C took n times as long. Rows and columns count as if their norms were 1, so that an error in a row of
+small numbers stands out like one in a row of large numbers. The entries of t and s have random signs and magnitudes
+between 0.5 and 1.5: no pattern of errors cancels often, no single cell is ever hidden. Devices do not know the seed.
 
-What remains is rounding: the square of a patch's difference, over the number of its cells, estimates the mean square of
-its cells' errors (in eps |a_i| |b_j|, see ps/verification/rounding.py), however they are spread over the patch. The sum
-over the patches of a block is its `energy`. ps/verification/verifier.py decides whether one that is too large is an
-accusation, after computing cells again in float64.
+In an honest product only rounding differs: the square of a patch's difference, divided by the number of its cells,
+estimates the mean square of its cells' errors (in eps |a_i| |b_j|, see ps/verification/rounding.py), however they are
+spread over the patch. The sum over the patches of a block is its `energy`. If an energy is too large,
+ps/verification/verifier.py recomputes cells in float64 and decides whether to accuse the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = NDArray[np.float32]
 PATCH = 64  # cells each way: a single wrong cell is compared with the rounding of at most 64 x 64
 STRIP = 64  # rows summed by one small product: a larger one would consist mostly of zeros
 SMALLEST_NORM = 1e-30  # a norm below this counts as this
-MOST = 1e8  # energy of a patch: larger values and NaN count as this, or sums would lose the others
+MOST = 1e8  # energy of a patch: larger values and NaN count as this, otherwise sums would lose the smaller ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Side:
     vector: Array  # t or s, divided by the norms
     sums: Array  # of t_i a_i over each interval: [batch, intervals, inner]
     weight: Floats  # sum of squares of t_i |a_i|
-    flushed: tuple[Floats, Floats]  # sums of |t_i| and of |t_i| |a_i|: for what flushing to zero may lose
+    flushed: tuple[Floats, Floats]  # sums of |t_i| and of |t_i| |a_i|: for the bound on flushing to zero
 
     @classmethod
     def of(cls, array: Array, bounds: Integers, random: np.random.Generator) -> Side:
@@ -64,14 +64,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What is known of a product before its blocks return: most of the check, done while the devices work."""
+    """The part of the check that needs only the operands: most of it, done while the devices work."""
 
     rows: Side
     columns: Side
     image: Floats  # (t^T A)(B s) of each patch: [batch, row intervals, column intervals]
-    flushed: Floats | None  # how much flushing to zero may change it; None: negligible
+    flushed: Floats | None  # how much flushing to zero may change the image; None: negligible
     inner: int
-    special: bool  # something is not finite, or may overflow: every cell has to be checked
+    special: bool  # a value is not finite or may overflow: every cell has to be checked
 
     @classmethod
     def of(cls, left: Array, right: Array, boxes: Integers, seed: int | Sequence[int]) -> Expectation:
@@ -86,14 +86,14 @@ class Expectation:
         return cls(rows, columns, image, flushed, inner, not largest < LARGEST)
 
     def fits(self, boxes: Integers) -> bool:
-        """False if a block was cut since."""
+        """False if a block has been cut since."""
         return all(
             np.isin(boxes[:, i], side.bounds).all() and np.isin(boxes[:, i] + boxes[:, i + 1], side.bounds).all()
             for side, i in ((self.rows, 2), (self.columns, 4))
         )
 
     def patches(self, out: Array) -> tuple[Floats, Floats]:
-        """Per patch: the energy, in units of what honest rounding may have; and the mean square of kappa."""
+        """Per patch: the energy, in (eps |a_i| |b_j|)^2; and the mean square of kappa."""
         with np.errstate(all="ignore"):
             halfway = sums_of(out.transpose(0, 2, 1), self.columns.vector, self.columns.bounds)  # [b, columns, m]
             found = sums_of(halfway.transpose(0, 2, 1), self.rows.vector, self.rows.bounds).astype(np.float64)
@@ -108,7 +108,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Energies:
-    """Energies of a product's blocks: sums over their patches, as multiples of the most that honest rounding has."""
+    """Energies of a product's blocks: sums over their patches, as multiples of the most that honest rounding gives."""
 
     total: Floats
     patches: Floats  # number of patches, as a float
@@ -129,8 +129,8 @@ class Energies:
 
 
 def mean_kappa_squared(expected: Expectation, out: Array) -> float:
-    """Mean over all cells, as t and s weigh them. A row counts at most as much as is possible: a huge lie must not make
-    room for small ones."""
+    """Mean over all cells, weighted by t and s. A row counts at most its largest possible value: one huge error must
+    not make room for small ones."""
     rows, columns = expected.rows, expected.columns
     with np.errstate(all="ignore"):
         scaled = out * columns.vector[:, None, :]
@@ -159,7 +159,7 @@ def patch_ranges(expected: Expectation, boxes: Integers) -> Integers:
 
 
 def impossible_cells(expected: Expectation, out: Array) -> NDArray[np.bool_]:
-    """Cells that are no numbers, or larger than any sum of these terms."""
+    """Cells that are NaN, or larger than any sum of these terms."""
     with np.errstate(all="ignore"):
         rows, columns = expected.rows.norms[:, :, None], expected.columns.norms[:, None, :]
         most = (1 + (expected.inner + 8) * EPSILON) * rows * columns + floor(rows, columns, expected.inner)
@@ -194,13 +194,13 @@ def _corners(whole: Floats, b: Integers, r0: Integers, r1: Integers, c0: Integer
 
 
 def grid_bounds(starts: Integers, sizes: Integers, extent: int) -> Integers:
-    """Bounds wherever a block begins or ends, and at most a patch from each other."""
+    """Bounds wherever a block begins or ends, at most PATCH apart."""
     return np.unique(np.concatenate([starts, starts + sizes, np.arange(0, extent, PATCH), [extent]]))
 
 
 def sums_of(array: Array, vector: Array, bounds: Integers) -> Array:
-    """Sums of vector_i array_i over the intervals: [batch, intervals, inner]. By products with matrices of mostly
-    zeros, STRIP rows at a time, which is five times as fast as adding up rows where these are short."""
+    """Sums of vector_i array_i over the intervals: [batch, intervals, inner]. Uses products with matrices of mostly
+    zeros, STRIP rows at a time: five times as fast as adding up rows where these are short."""
     batch, _, inner = array.shape
     out = np.empty((batch, len(bounds) - 1, inner), np.float32)
     first = 0

@@ -2,10 +2,10 @@
 
 Suspicion is cheap and may err: a block whose energy (ps/verification/sketch.py) is too large, an audited cell that is
 off (ps/verification/audit.py), a device whose sums have drifted (ps/verification/drift.py). Evidence is cells of that
-device computed again in float64 (ps/verification/recompute.py); no device is accused without it. When several are
-accused, the check itself is doubted (ps/verification/fuse.py). No block that an accused device returned for the product
-counts. Time is bounded: all suspects of a product share one allowance of terms, and those whose turn does not come stay
-suspects. Pure, except for its own seeded randomness.
+device recomputed in float64 (ps/verification/recompute.py); no device is accused without it. Every
+accusation also tests the check itself on the server's own kernels (ps/verification/fuse.py). All blocks that an accused
+device returned for the product are discarded. Time is bounded: all suspects of a product share one allowance of terms,
+and suspects that are not examined stay suspects. Pure, except for its own seeded randomness.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ps.verification.sketch import MOST, Energies, Expectation, box_sums, grid_s
 
 Array = NDArray[np.float32]
 
-DEVIATIONS = 5.0  # energy of a block; honest blocks are below even the level from which these are counted
-WORST_PATCHES = 4  # of a suspect that are computed again, ...
+DEVIATIONS = 5.0  # of a block's energy above the honest level; honest blocks stay below even that level
+WORST_PATCHES = 4  # of a suspect that are recomputed, ...
 OTHER_PATCHES = 12  # ... and at most this many others, at random
-EXAMINED_TERMS = 1 << 29  # of float64 sums per check, for all suspects together: less than 0.1 s; ...
-AGAIN_TERMS = 1 << 29  # ... and then for suspects with too few cells computed, the loudest first
-OWN_TERMS = 3 << 22  # of sums that own kernels add up per check: about 0.1 s
-LEAST_SIDE = 4  # rows and columns of a patch that are computed again at the least
-MOST_SUSPECTS = 64  # that are examined in one check: those with the loudest blocks, ...
+EXAMINED_TERMS = 1 << 29  # of float64 sums per check, shared by all suspects: less than 0.1 s; ...
+AGAIN_TERMS = 1 << 29  # ... and then for suspects with too few recomputed cells, the loudest first
+OWN_TERMS = 3 << 22  # that own kernels add up per check: about 0.1 s
+LEAST_SIDE = 4  # fewest rows and columns of a patch that are recomputed
+MOST_SUSPECTS = 64  # examined per check: those with the loudest blocks, ...
 AT_RANDOM = 16  # ... and some of the others
-ASKED = 4  # accused devices of whose patches own kernels are asked
+ASKED = 4  # accused devices on whose patches own kernels are tested
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     wrong: list[int] = field(default_factory=list)  # indices of blocks
     why: dict[int, str] = field(default_factory=dict)  # device -> the evidence against it
-    examined: int = 0  # devices with cells that were computed again
-    doubted: str = ""  # why the check doubted itself
+    examined: int = 0  # devices with recomputed cells
+    doubted: str = ""  # why the check found itself at fault
 
 
 class Verifier:
@@ -65,7 +65,7 @@ class Verifier:
         fleet: int,
         again: bool = False,
     ) -> Findings:
-        """`fleet`: number of devices present. `again`: blocks of this product were counted before."""
+        """`fleet`: number of devices present. `again`: drift has already counted this product."""
         if not len(boxes):
             return Findings()
         self.fuse.next_product()
@@ -78,7 +78,7 @@ class Verifier:
         else:
             energies = Energies.of(expected, out, boxes)
             bad = np.zeros(len(boxes), np.bool_)
-            if (energies.patch >= MOST).any():  # a NaN would make all blocks near it suspect
+            if (energies.patch >= MOST).any():  # otherwise a NaN would make all blocks near it suspect
                 energies, bad = view.without_impossible_cells()
             norms = expected.rows.norms, expected.columns.norms
             audits = Audits.of(left, right, out, boxes, norms, self._random)
@@ -105,7 +105,7 @@ class Verifier:
         return self._judge(view, patch, suspects, drifted, fleet)
 
     def _judge(self, view: _View, patch: Floats, suspects: dict[int, float], drifted: set[int], fleet: int) -> Findings:
-        """`suspects`: how loud their blocks are, 0 if only their sums are suspicious (`drifted`)."""
+        """`suspects`: the loudness of each suspect's blocks, 0 if only its sums are suspicious (`drifted`)."""
         against: dict[int, Evidence] = {}
         accused: list[_Examined] = []
         turn = self._turn(suspects)
@@ -139,22 +139,22 @@ class Verifier:
         return Findings(wrong, {d: e.against for d, e in against.items()}, len(turn), doubted)
 
     def _far_lately(self, device: int, patches: int) -> int:
-        """Patches of this device with a cell far off, these included: a device may return few at a time."""
+        """Recent patches of this device with a cell far off, these included: a device may return few per product."""
         now = self.fuse.product
         recent = [(when, count) for when, count in self._far.get(device, []) if when > now - LATELY]
         self._far[device] = [*recent, (now, patches)]
         return sum(count for _, count in self._far[device])
 
     def _turn(self, suspects: dict[int, float]) -> list[int]:
-        """Suspects to examine now, the loudest first. The others stay suspects: their turn comes when a block of this
-        product is done again, or in another product."""
+        """Suspects to examine now, the loudest first. The others stay suspects: they are examined when a block of this
+        product is recomputed, or in another product."""
         order = sorted(suspects, key=lambda device: (-suspects[device], device))
         first, rest = order[: MOST_SUSPECTS - AT_RANDOM], order[MOST_SUSPECTS - AT_RANDOM :]
         others: list[int] = self._random.permutation(np.array(rest, np.int64))[:AT_RANDOM].tolist()
         return first + others
 
     def _acquit(self, device: int, drifted: set[int], loud: bool) -> None:
-        """Sums start again only if they were the reason: else a loud lie would make room for quiet ones."""
+        """Sums start again only if they were the reason: otherwise one loud error would make room for quiet ones."""
         if loud:
             self.drift.explained(device)
         elif device in drifted:
@@ -163,7 +163,7 @@ class Verifier:
     @staticmethod
     def _own_kernel_fails(view: _View, accused: list[_Examined]) -> tuple[str, bool]:
         """The name of an own float32 kernel that would also be accused in patches of these devices, empty if there is
-        none; and whether by the size of its errors. Asked once per product, on few cells: they say as much about the
+        none; and whether by the size of its errors. Runs once per product, on few cells, which tell as much about the
         check as all cells would."""
         samples = [view.sample(one) for one in accused]
         for index, name in enumerate(NAMES):
@@ -176,7 +176,7 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Rows and columns of a patch that are computed again."""
+    """Rows and columns of a patch to recompute."""
 
     batch: int
     rows: Integers
@@ -186,14 +186,14 @@ class _Place:
 @dataclass(frozen=True, slots=True)
 class _Examined:
     evidence: Evidence
-    place: _Place  # the patch that says most
-    terms: int = 0  # of the sums
-    short: bool = False  # terms were too few for a patch
+    place: _Place  # the patch with the strongest evidence
+    terms: int = 0  # terms summed
+    short: bool = False  # the allowance of terms did not cover a whole patch
 
 
 @dataclass(slots=True)
 class _View:
-    """A product with its blocks, and cells of it by device."""
+    """A product with its blocks, and its cells by device."""
 
     left: Array
     right: Array
@@ -202,16 +202,17 @@ class _View:
     devices: Integers
     expected: Expectation
     random: np.random.Generator
-    audited: Integers = field(default_factory=lambda: np.empty((0, 3), np.int64))  # cells that are off
-    audited_by: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # whose they are
-    owned: list[Own] = field(default_factory=list)  # what own kernels did so far
-    own_terms: int = OWN_TERMS  # that are left for them
+    audited: Integers = field(default_factory=lambda: np.empty((0, 3), np.int64))  # wrong audited cells
+    audited_by: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # the device of each
+    owned: list[Own] = field(default_factory=list)  # results of own kernels so far
+    own_terms: int = OWN_TERMS  # terms left for own kernels
 
     def sums(self, patch: Floats) -> Floats:
         return box_sums(patch, patch_ranges(self.expected, self.boxes))
 
     def without_impossible_cells(self) -> tuple[Energies, NDArray[np.bool_]]:
-        """Energies as if cells that no kernel gives were 0, except for their own patches; and the blocks with some."""
+        """Energies as if cells that no kernel gives were 0, except in their own patches; and the blocks with such
+        cells."""
         cells = impossible_cells(self.expected, self.out)
         energies = Energies.of(self.expected, np.where(cells, np.float32(0), self.out), self.boxes)
         hit = grid_sums(self.expected, cells)
@@ -219,7 +220,7 @@ class _View:
         return energies, self.sums(hit) > 0
 
     def places(self, patch: Floats, device: int) -> list[_Place]:
-        """Patches of this device: those of audited cells that are off, those with the most energy, some at random."""
+        """Patches of this device: those with wrong audited cells, those with the most energy, some at random."""
         rows, columns = self.expected.rows.bounds, self.expected.columns.bounds
         chosen: dict[tuple[int, int, int], tuple[int, int] | None] = {}
         for b, i, j in self.audited[self.audited_by == device].tolist():
@@ -240,7 +241,7 @@ class _View:
         return [self._place(b, r, c, cell) for (b, r, c), cell in chosen.items()]
 
     def _place(self, b: int, r: int, c: int, cell: tuple[int, int] | None) -> _Place:
-        """The whole patch; this cell of it comes first."""
+        """The whole patch, `cell` first."""
         rows, columns = (
             np.arange(side.bounds[k], side.bounds[k + 1])
             for side, k in ((self.expected.rows, r), (self.expected.columns, c))
@@ -250,7 +251,8 @@ class _View:
         return _Place(b, rows, columns)
 
     def examine(self, patch: Floats, device: int, terms: int) -> _Examined:
-        """Evidence on what the device returned, from sums of about `terms` terms. The worst patches may be enough."""
+        """Evidence on the device's answers, from sums of about `terms` terms. Stops early if the worst patches
+        suffice."""
         places, done, short = self.places(patch, device), 0, False
         examined: list[tuple[_Place, Exact, Array]] = []
         result = _Examined(Evidence(), places[0])
@@ -268,7 +270,7 @@ class _View:
         return replace(result, terms=done, short=short)
 
     def _weigh(self, examined: list[tuple[_Place, Exact, Array]]) -> _Examined:
-        """What the cells say without own kernels, if that is enough, else with them."""
+        """The evidence without own kernels if that suffices, otherwise with them."""
         patches = [exact.glimpse(out) for _, exact, out in examined]
         for (place, _, _), patch in zip(examined, patches, strict=True):
             if patch.impossible:
@@ -280,7 +282,7 @@ class _View:
         return _Examined(evidence, examined[index][0])
 
     def _own(self, exact: Exact, out: Array) -> Own:
-        """What own kernels do there; after many patches, what they did in the others."""
+        """Errors of own kernels in this patch; once their terms are used up, estimated from other patches."""
         if self.owned and self.own_terms <= 0:
             return exact.typical(self.owned)
         own = exact.own(self.random, exact.worst(out))
@@ -289,7 +291,7 @@ class _View:
         return own
 
     def sample(self, examined: _Examined) -> tuple[Exact, Own]:
-        """Few cells of the patch that says most, with what own kernels give there."""
+        """Few cells of the patch with the strongest evidence, and the results of own kernels there."""
         place = examined.place
         side = sampled_side(self.left.shape[2])
         rows, columns = (self.random.permutation(x)[:side] for x in (place.rows, place.columns))
@@ -297,7 +299,7 @@ class _View:
         return exact, exact.own(self.random)
 
     def _fitting(self, place: _Place, terms: int) -> _Place:
-        """The first rows and columns, as many as are cheap enough: the cell that an audit found is among them."""
+        """The first rows and columns, as many as `terms` allows; they include the cell that an audit found."""
         rows, columns, inner = place.rows, place.columns, self.left.shape[2]
         if len(rows) * len(columns) * inner <= terms:
             return place
@@ -324,14 +326,14 @@ class _View:
 
 
 def _taken(array: Array, rows: Integers) -> Array:
-    """A view if the rows are neighbours: copies of long rows cost as much as the sums."""
+    """The rows, as a view if they are adjacent: copying long rows costs as much as the sums."""
     if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return array[int(rows[0]) : int(rows[-1]) + 1]
     return array[rows]
 
 
 def _strongest(patches: list[Patch]) -> tuple[Evidence, int]:
-    """The evidence of all patches, or of the one that speaks against the device alone; and the patch that says most."""
+    """The evidence of all patches, or of one patch that is against the device by itself; and the strongest patch."""
     whole = Evidence.of(patches)
     single = [Evidence.of([patch]) for patch in patches]
     worst = max(range(len(single)), key=lambda i: single[i].square, default=0)
