@@ -15,12 +15,12 @@ PYTEST := $(BIN)/python -m pytest
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup testbed image test lint bench chaos fuzz phones clean
+.PHONY: help setup testbed image test lint bench bench-gate chaos fuzz phones clean
 
 help: ## list the targets
 	@echo "Cleave Testbed"
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 setup: $(RUNTIME) ## prepare .venv (all other targets do it too)
 	@echo "$(VENV) is ready: make testbed"
@@ -46,8 +46,11 @@ test: $(DEV) ## lint and all tests; FAST=1 without slow, root, docker and alone 
 lint: $(DEV) ## run ruff and mypy --strict
 	@$(LINT)
 
-bench: $(RUNTIME) ## run the benchmarks; PEERS=1 also runs Ray and Dask
-	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers)
+bench: $(RUNTIME) ## run the benchmarks; PEERS=1 also runs Ray and Dask; DOCS=1 writes the tables of docs/benchmarks.md
+	@$(BIN)/python -m testbed.bench $(if $(PEERS),--peers) $(if $(ONLY),--only $(ONLY)) $(if $(DOCS),--write-docs)
+
+bench-gate: $(RUNTIME) ## fail if a benchmark is 30% worse than its baseline; two minutes
+	@$(BIN)/python -m testbed.bench gate
 
 chaos: $(RUNTIME) ## run seeded faults on the real dispatcher and the server's loop, in virtual time; TIME_S=600 SEED=1
 	@$(BIN)/python -m testbed.faults.chaos --seconds $(or $(TIME_S),60) --seed $(or $(SEED),0)

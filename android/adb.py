@@ -22,7 +22,7 @@ STATES = {
     "authorizing": "being allowed: look at the phone's screen, then try again",
     "offline": "offline: unplug it and plug it in again, or reconnect wireless debugging (adb connect)",
     "connecting": "connecting: try again in a moment",
-    "no permissions": "no right to the USB port: apt install android-sdk-platform-tools-common, plug it in again",
+    "no permissions": "no permission for the USB port: apt install android-sdk-platform-tools-common, plug it in again",
     "recovery": "in recovery mode: start Android",
     "sideload": "in recovery mode: start Android",
     "rescue": "in recovery mode: start Android",

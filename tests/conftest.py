@@ -1,13 +1,14 @@
-"""Fixtures for tests with real processes and sockets. Whoever uses them is searched afterwards: a process, a thread or
-a descriptor that was not there before fails the test.
+"""Fixtures for tests with real processes and sockets. They check for leftovers after the test: a process, a thread or a
+descriptor that was not there before fails it.
 
 - `start`: programs of this project as subprocesses, their output read while they run
 - `start_warm`: the same, but commands that need PyTorch have it already
+- `start_light`: the same for commands that are refused before they need PyTorch
 - `serve`: parameter servers in this process, stopped at the end
 - `until`: waits for a condition, never longer than its limit
 
-Every program carries a mark in its environment, which its children inherit: also a grandchild whose parent is long
-dead is found. Tests cannot import this file; they import its types while type checking only.
+Every program carries a mark in its environment, which its children inherit, so that even a grandchild whose parent is
+long dead is found. Tests cannot import this file; they import its types for type checking only.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-# Before anything imports NumPy, and for all that tests start: matrices are small here, and threads of several processes
-# that wait for each other in them made a fit of 2 s take 80.
+# Before anything imports NumPy, and for everything that tests start: matrices are small here, and threads of several
+# processes that wait for each other in them made a fit of 2 s take 80.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
-# A run in virtual time asks for all cores. With threads that turn in circles while they wait for the next matrix, 40
-# steps of a tiny model took 24 s instead of 2 beside one other process.
+# A run in virtual time asks for all cores. With threads that spin while they wait for the next matrix, 40 steps of a
+# tiny model took 24 s instead of 2 beside one other process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import zmq  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from warm import COMMAND, POSSIBLE, Forked, Warm  # noqa: E402
+from warm import COMMAND, LIGHT, POSSIBLE, Forked, Warm  # noqa: E402
 
 from ps.transport.server import Server  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CLEAVE_TEST_MARK"
-LIMIT_S = 60.0  # how long anything may take; reached only when something is broken
-SETTLE_S = 5.0  # how long what ends by itself may take to be gone
+LIMIT_S = 60.0  # limit of any wait; reached only when something is broken
+SETTLE_S = 5.0  # time within which ending threads and processes must be gone
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs of tests would ignore Ctrl-C, too
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs of tests would ignore Ctrl-C too
 
 settings.register_profile("calm", deadline=None)  # a busy machine fails no test
 settings.load_profile("calm")
@@ -66,14 +67,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without a test that runs alone need not be imported to find those that do."""
+    """Files without a test that runs alone need not be imported in that phase."""
     if config.getoption("--phase") != "alone" or collection_path.suffix != ".py":
         return None
     return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what was not asked for, and puts files with long tests first: where tests run side by side, the short
+    """Drops tests that were not asked for, and puts files with long tests first, so that in parallel runs the short
     ones fill up the end."""
 
     def wanted(item: pytest.Item) -> bool:
@@ -99,7 +100,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before its fixtures are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test marked root("for what") is skipped for anybody else."""
+    """A test marked root("for what") is skipped for other users."""
     marker = item.get_closest_marker("root")
     if marker is not None and (not hasattr(os, "geteuid") or os.geteuid() != 0):
         pytest.skip(f"needs root: {', '.join(marker.args)}")
@@ -121,7 +122,7 @@ class Serve(Protocol):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_state_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Agents of tests neither know nor change what this machine's owner has set."""
+    """Agents of tests neither read nor change the owner's settings on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLEAVE_AGENT_STATE", str(tmp_path_factory.mktemp("state")))
         patch.setenv("CLEAVE_STATE", str(tmp_path_factory.mktemp("server")))
@@ -135,7 +136,7 @@ def _until() -> Until:
 
 
 def until(condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-    """Looks again every few milliseconds: for what other processes do there is nothing to wait on."""
+    """Polls every few milliseconds: events of other processes offer nothing to wait on."""
     deadline, pause = time.monotonic() + limit_s, threading.Event()
     while not condition():
         if time.monotonic() > deadline:
@@ -190,13 +191,13 @@ class Program:
         return self._process.poll() is None
 
     def expect(self, text: str, limit_s: float = LIMIT_S) -> str:
-        """The first line that has the text; waits for it."""
+        """The first line that contains the text; waits for it."""
         deadline = time.monotonic() + limit_s
         with self._news:
             while (line := next((line for line in self.said if text in line), None)) is None:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not self._open_streams:
-                    pytest.fail(f"{text!r} was never said; all that was said:\n{self.output}")
+                    pytest.fail(f"{text!r} never appeared; the output was:\n{self.output}")
                 self._news.wait(left_s)
         return line
 
@@ -208,13 +209,13 @@ class Program:
         try:
             code = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {limit_s:.0f} s; it said:\n{self.output}")
+            pytest.fail(f"still running after {limit_s:.0f} s; its output:\n{self.output}")
         for reader in self._readers:
             reader.join(limit_s)
         return code
 
     def completed(self, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """What `subprocess.run` would have returned."""
+        """Like the result of `subprocess.run`."""
         code = self.wait(limit_s)
         return subprocess.CompletedProcess(self._process.args, code, "\n".join(self.printed), "\n".join(self.errors))
 
@@ -231,7 +232,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def start_module() -> Iterator[Start]:
-    """`start` for programs that several tests look at."""
+    """`start` for programs that several tests share."""
     with_mark = _Started()
     yield with_mark
     with_mark.finish()
@@ -246,7 +247,7 @@ def start(nothing_left_behind: None) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm | None]:
-    """Made before anybody counts processes and descriptors, and only where a test wants it."""
+    """Created before any test counts processes and descriptors, and only if a test needs it."""
     if not POSSIBLE:
         yield None
         return
@@ -255,9 +256,20 @@ def warm() -> Iterator[Warm | None]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def light() -> Iterator[Warm | None]:
+    """`warm` without PyTorch."""
+    if not POSSIBLE:
+        yield None
+        return
+    made = Warm(LIGHT)
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="module")
 def start_warm_module(warm: Warm | None) -> Iterator[Start]:
-    """`start_warm` for programs that several tests look at."""
+    """`start_warm` for programs that several tests share."""
     with_mark = _Started(warm)
     yield with_mark
     with_mark.finish()
@@ -267,6 +279,14 @@ def start_warm_module(warm: Warm | None) -> Iterator[Start]:
 def start_warm(warm: Warm | None, nothing_left_behind: None) -> Iterator[Start]:
     """`start`, but start_warm("cleave", ...) and start_warm("-c", ...) are forked from a process with PyTorch."""
     with_mark = _Started(warm)
+    yield with_mark
+    with_mark.finish()
+
+
+@pytest.fixture
+def start_light(light: Warm | None, nothing_left_behind: None) -> Iterator[Start]:
+    """`start`, but start_light("cleave", ...) is forked from a process that has what a refused command imports."""
+    with_mark = _Started(light)
     yield with_mark
     with_mark.finish()
 
@@ -333,7 +353,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
         try:
             if process.environ().get(MARK) == mark:
                 found.append(process)
-        except (psutil.Error, OSError):  # gone, or somebody else's
+        except (psutil.Error, OSError):  # gone, or another user's
             continue
     return found
 
@@ -362,14 +382,14 @@ def serve(nothing_left_behind: None) -> Iterator[Serve]:
 
 @pytest.fixture(scope="session")
 def zero_copy_ready() -> None:
-    """The first zero-copy message of a process makes pyzmq start a thread that stays: not a leak, if it is there before
-    anybody counts."""
+    """The first zero-copy message of a process makes pyzmq start a thread that stays: not a leak, if it is running
+    before any test counts."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
         one.bind("inproc://zero-copy")
         two.connect("inproc://zero-copy")
         one.send(bytearray(1 << 20), copy=False)
         two.recv()
-    looks: list[int] = []  # a new thread takes its name a moment after it has started
+    looks: list[int] = []  # a new thread gets its name shortly after it has started
 
     def named() -> bool:
         looks.append(len(_zmq_threads()))
@@ -397,13 +417,13 @@ def nothing_left_behind(zero_copy_ready: None) -> Iterator[None]:
 
 
 def _forget_garbage() -> None:
-    """What is left is not looked at again: with PyTorch and all tests in memory, each look took half a second."""
+    """Exclude the rest from later collections: with PyTorch and all tests in memory, each took half a second."""
     gc.collect()
     gc.freeze()
 
 
 def _children() -> list[psutil.Process]:
-    """Direct ones: what those start is found by its mark."""
+    """Direct ones: their children are found by the mark."""
     return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -419,7 +439,7 @@ def _zmq_threads() -> list[str]:
 
 
 def _descriptors() -> dict[str, str]:
-    """Open descriptors and what they are; only how many, where /proc is missing."""
+    """Open descriptors and what they are; only their number if /proc is missing."""
     folder = Path("/proc/self/fd")
     if not folder.is_dir():
         return {str(i): "?" for i in range(psutil.Process().num_fds())}
@@ -427,6 +447,6 @@ def _descriptors() -> dict[str, str]:
     for entry in folder.iterdir():
         try:
             found[entry.name] = str(entry.readlink())
-        except OSError:  # the one with which the folder was read
+        except OSError:  # the descriptor that read the folder
             continue
     return found

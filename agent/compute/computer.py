@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 1 << 20  # batch answers up to this size
 FLUSH_S = 0.005  # or up to this age
+PART_S = 0.25  # approximate compute time of one part; a block continues this long after its device has left
+
+AnswerRow = tuple[int, int, int, int, int, float, int]  # in the order of wire.ANSWER
 
 
 class Computer(threading.Thread):
@@ -38,10 +41,11 @@ class Computer(threading.Thread):
         self.outbox: SimpleQueue[Result] = SimpleQueue()
         self.cancelled: set[tuple[int, int]] = set()
         self.ended: SimpleQueue[tuple[int, int, int]] = SimpleQueue()  # blocks that ended without an answer
-        self.current: tuple[int, int, int] | None = None  # the block being computed
+        self.current: Sequence[BlockRow] = ()  # the blocks being computed, by one product
         self._spent: dict[tuple[int, int], float] = {}  # seconds so far, for blocks in chunks
         self._operands, self._ring = operands, ring
         self._kernel = InParts(kernel, part_flops, lambda: self.abandoned)
+        self._run_flops = part_flops * FLUSH_S / PART_S
         self._chunks_given = self._chunks_done = 0  # each is written by one thread only
         self._rows_given = self._rows_done = 0
 
@@ -71,25 +75,19 @@ class Computer(threading.Thread):
     def _compute_all(self) -> None:
         while (rows := self.inbox.get()) is not None:
             self._compute_rows(rows)
-            self.current = None
+            self.current = ()
 
     def _compute_rows(self, rows: list[BlockRow]) -> None:
-        answers: list[tuple[int, int, int, int, int, float, int]] = []
+        answers: list[AnswerRow] = []
         cells: list[Array] = []
-        size, opened = 0, time.perf_counter()
-        for row in rows:
-            device, job, block = self.current = row[:3]
-            begin = time.perf_counter()
-            status, product = self._compute(row)
+        size, opened, at = 0, time.perf_counter(), 0
+        while at < len(rows):
+            run = self.current = self._run(rows, at)
+            at += len(run)
+            answered, product = self._answer(run)
+            self._rows_done += len(run)
             now = time.perf_counter()
-            seconds = self._spent.pop((job, block), 0.0) + now - begin
-            self._rows_done += 1
-            if product is None:
-                if row[12] + 1 < row[13]:
-                    self._spent[job, block] = seconds
-                else:
-                    self.ended.put(row[:3])
-            if row[13] > 1:
+            if run[0][13] > 1:
                 self._chunks_done += 1
                 self._ring()
             if product is None:
@@ -97,7 +95,7 @@ class Computer(threading.Thread):
             if cells and size + product.nbytes > FLUSH_BYTES:  # joining copies, so batch small answers only
                 self._flush(answers, cells)
                 answers, cells, size, opened = [], [], 0, now
-            answers.append((device, job, block, status, product.size, seconds, 0))
+            answers += answered
             cells.append(product.reshape(-1))
             size += product.nbytes
             if size >= FLUSH_BYTES or now - opened >= FLUSH_S:
@@ -105,6 +103,42 @@ class Computer(threading.Thread):
                 answers, cells, size, opened = [], [], 0, now
         if answers:
             self._flush(answers, cells)
+
+    def _run(self, rows: list[BlockRow], at: int) -> list[BlockRow]:
+        """The rows to compute next, by one product."""
+        try:
+            count = self._operands.run_length(rows, at, FLUSH_BYTES, self._run_flops)
+        except KeyError:  # its pieces were dropped while it waited
+            count = 1
+        run = rows[at : at + count]
+        if self.cancelled and any((row[1], row[2]) in self.cancelled for row in run):
+            return run[:1]
+        return run
+
+    def _answer(self, run: list[BlockRow]) -> tuple[list[AnswerRow], Array | None]:
+        """Answers to the blocks of a run, and their cells. None: nothing to answer, or not yet."""
+        begin = time.perf_counter()
+        if len(run) > 1:
+            with contextlib.suppress(KeyError, MemoryError):  # then one by one, below
+                products = self._operands.products(run, self._kernel)
+                seconds, one = (time.perf_counter() - begin) / len(run), products[0].size
+                return [(*row[:3], DONE, one, seconds, 0) for row in run], products
+        answered: list[AnswerRow] = []
+        cells: list[Array] = []
+        for row in run:
+            begin, key = time.perf_counter(), (row[1], row[2])
+            status, product = self._compute(row)
+            seconds = self._spent.pop(key, 0.0) + time.perf_counter() - begin
+            if product is not None:
+                answered.append((*row[:3], status, product.size, seconds, 0))
+                cells.append(product.reshape(-1))
+            elif row[12] + 1 < row[13]:
+                self._spent[key] = seconds
+            else:
+                self.ended.put(row[:3])
+        if not cells:
+            return [], None
+        return answered, cells[0] if len(cells) == 1 else np.concatenate(cells)
 
     def _compute(self, row: BlockRow) -> tuple[int, Array | None]:
         """Status and product. None: nothing to answer, or not yet."""
@@ -125,7 +159,7 @@ class Computer(threading.Thread):
                 self.cancelled.add((job, block))  # its remaining chunks are useless
             return FAILED, _NOTHING
 
-    def _flush(self, answers: list[tuple[int, int, int, int, int, float, int]], cells: list[Array]) -> None:
+    def _flush(self, answers: list[AnswerRow], cells: list[Array]) -> None:
         data = cells[0] if len(cells) == 1 else np.concatenate(cells)
         self.outbox.put(Result(np.array(answers, dtype=ANSWER), data))
         self._ring()

@@ -207,7 +207,8 @@ class Session:
         if self._inbound.cut:
             self._owner.count(self._inbound.unfinished.arrived_bytes)
             return self._inbound.cut
-        if self._line.joined and self._inbound.losses > self._losses:
+        gone = self._line.joined and self._inbound.losses > self._losses
+        if gone and not self._line.socket.poll(0):  # what has arrived counts: it may be the server's goodbye
             most = format_size(self._most_frame_bytes())
             return f"the connection to {self._endpoint} broke (a frame above {most} ends it, too)"
         return f"no word from {self._endpoint}: is the server running?" if self._line.lost else ""
@@ -252,7 +253,7 @@ class Session:
                 for device, job, block in blocks.tolist() if len(blocks) <= self._memory.most_rows else ():
                     if (key := (device, job, block)) in self._memory:
                         self._computer.cancelled.add((job, block))
-                        if key != self._computer.current:
+                        if all(key != row[:3] for row in self._computer.current):
                             self._memory.forgo(key)
             case Welcome(run=run):
                 self._tally.sessions += 1

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import zmq
 
+from agent.compute.computer import PART_S
 from agent.compute.kernels import Kernel
 from agent.compute.session import Owner, Session, Stop, Tally, why_leave
 from agent.identity.keys import Credentials, Curve
@@ -31,7 +32,6 @@ from agent.protocol.wire import MAX_NAME_BYTES, VERSION, Goodbye, Hello, Join, L
 log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 30.0)
-PART_S = 0.25  # approximate compute time of one part; a block continues this long after its device has left
 EXCUSE_S = 3.0  # time limit for telling the server why we do not join
 UNKNOWN_TRIES = 3  # a server that briefly cannot read its own file rejects our key, too
 SUSPENDED_AGAIN_S = 600.0  # a suspended device asks again at least this often: the suspension may have been lifted

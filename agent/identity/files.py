@@ -119,5 +119,5 @@ def _holder(descriptor: int) -> str:
     except (OSError, ValueError):
         return "another process"
     name = status.partition("Name:")[2].split("\n", 1)[0].strip()
-    stopped = ", which is stopped (kill -CONT goes on with it)" if "\nState:\tT" in status else ""
+    stopped = ", which is stopped (kill -CONT resumes it)" if "\nState:\tT" in status else ""
     return f"process {pid} ({name}){stopped}"

@@ -21,12 +21,12 @@ from agent.protocol.errors import UserError
 RULES = {
     "only_while_charging": ("true", "work only while it is plugged in"),
     "only_on_wifi": ("true", "work only on Wi-Fi or a wire, never on mobile data"),
-    "battery_above": ("40", "percent; below it stops, and begins again 5 points above"),
-    "temperature_below": ("38", "degrees Celsius, of the battery; there it stops, and begins again 3 degrees below"),
+    "battery_above": ("40", "percent; work stops below it and resumes 5 points above"),
+    "temperature_below": ("38", "degrees Celsius, of the battery; work stops there and resumes 3 degrees below"),
     "hours": ('"22:00-07:00"', "work at these hours only; several with commas between"),
     "data_cap_a_day": ('"1 GB"', "bytes of messages, down and up together, from midnight to midnight"),
     "threads": ("2", "use at most this many cores"),
-    "if_unknown": ('"work"', 'where a sensor is missing: "work" all the same, or "wait" for it'),
+    "if_unknown": ('"work"', 'if a sensor is missing: "work" anyway, or "wait" for it'),
     "updates": ('"ask"', 'of the agent, signed: "ask" first (python -m agent update), "auto" or "never"'),
 }
 
@@ -110,22 +110,22 @@ def run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m agent rules",
         description="The owner's rules of this device: when it may work. A running agent follows a change at once.",
-        epilog="example: python -m agent rules set battery_above 40; to take one away: rules set battery_above off",
+        epilog="example: python -m agent rules set battery_above 40; to remove one: rules set battery_above off",
     )
     parser.add_argument("do", nargs="?", choices=("show", "set"), default="show")
     parser.add_argument("key", nargs="?", metavar="RULE", help=", ".join(RULES))
-    parser.add_argument("value", nargs="?", help='as in the examples of `rules show`; "off" takes the rule away')
+    parser.add_argument("value", nargs="?", help='as in the examples of `rules show`; "off" removes the rule')
     options = parser.parse_args(words)
     path = rules_file()
     try:
         if options.do == "set":
             if options.key is None or options.value is None:
-                raise RulesError("say which rule and what: python -m agent rules set battery_above 40")
+                raise RulesError("name a rule and its value: python -m agent rules set battery_above 40")
             set_rule(path, options.key, options.value)
         rules = read_rules(path)
     except UserError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 2
-    print(f"rules in {path}" + ("" if path.exists() else ", which is not there: it works whenever it is asked to"))
+    print(f"rules in {path}" + ("" if path.exists() else ", which does not exist: it works whenever it is asked to"))
     print("\n".join(describe(rules)))
     return 0

@@ -156,7 +156,7 @@ class Watch:
         for rule in self.decision.unknown:
             if rule not in self._said:
                 self._said.add(rule)
-                what = "works all the same" if self.rules.if_unknown == "work" else "waits for it"
+                what = "works anyway" if self.rules.if_unknown == "work" else "waits for it"
                 log.warning("the rule %s cannot be followed: its sensor is missing; this device %s", rule, what)
         self._said &= set(self.decision.unknown)
         if (before.may_work, before.broken) != (self.decision.may_work, self.decision.broken):
@@ -172,7 +172,7 @@ class Watch:
         try:
             self.rules = read_rules(self._path)
         except UserError as error:
-            log.warning("%s; the rules from before stay", error)
+            log.warning("%s; the previous rules stay", error)
             return
         log.info("the owner's rules have changed")
         self._wake()
@@ -184,7 +184,7 @@ class Watch:
         except UserError as error:
             if not self._said_traffic:
                 self._said_traffic = True
-                log.warning("the bytes of today are not kept: %s", error)
+                log.warning("today's byte count is not saved: %s", error)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # buffer full: the loop is about to wake anyway

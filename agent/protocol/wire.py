@@ -359,7 +359,7 @@ def _decode_hello(body: Sequence[Any]) -> Hello:
     text = _load(body, 0, 1, "HELLO")
     name, token = _text(text, "name", "HELLO"), text.get("token", "")
     if len(name) > MAX_NAME_BYTES or not isinstance(token, str) or len(token) > MAX_TOKEN:
-        raise WireError("HELLO whose name or token is none")
+        raise WireError("HELLO without a valid name or token")
     return Hello(name, token)
 
 
@@ -367,7 +367,7 @@ def _decode_ticket(body: Sequence[Any]) -> Ticket:
     text = _load(body, 0, 1, "TICKET")
     port, password = _count(text, "port", "TICKET"), _text(text, "password", "TICKET")
     if not 1 <= port <= 65535 or len(password) > MAX_TOKEN:
-        raise WireError("TICKET whose port or password is none")
+        raise WireError("TICKET without a valid port or password")
     return Ticket(port, password)
 
 

@@ -205,9 +205,7 @@ def _read_json(path: Path, text: str) -> AvailabilityTrace:
     except UserError as error:
         raise TraceError(f"{path}: {error}") from None
     except (ValueError, RecursionError):  # numbers with thousands of digits, thousands of brackets
-        raise TraceError(
-            f"{path}: no intervals but something else in JSON; see `cleave trace inspect --help`"
-        ) from None
+        raise TraceError(f"{path}: JSON without intervals; see `cleave trace inspect --help`") from None
     intervals = _Intervals(path)
     if isinstance(document, dict):
         for name, listed in document.items():
@@ -239,7 +237,7 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice!r} is there twice in one object; put its intervals into one list")
+        raise UserError(f"{twice!r} appears twice in one object; put its intervals into one list")
     return found
 
 

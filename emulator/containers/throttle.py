@@ -107,7 +107,9 @@ def throttle(group: Path, second: bool, thread: int, quota_us: int, period_us: i
         kept = [(inner / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period")]
         (inner / "tasks").write_text(str(thread))
     if kept != [str(quota_us), str(period_us)]:
-        raise ThrottleError(f"the kernel made {' of '.join(kept)} us of a CPU quota of {quota_us} of {period_us}")
+        raise ThrottleError(
+            f"the kernel set {' of '.join(kept)} us instead of a CPU quota of {quota_us} of {period_us}"
+        )
 
 
 def throttle_all(
@@ -115,7 +117,7 @@ def throttle_all(
 ) -> None:
     """A pod that has ended needs no quota; if no pod's process exists, the pods are hidden from this container."""
     if pods and not any(Path(f"/proc/{pod['process']}").exists() for pod in pods):
-        raise ThrottleError("the processes of containers are not to be seen from here")
+        raise ThrottleError("the processes of containers cannot be seen from here")
     deadline_s = now_s() + READY_S
     for pod in pods:
         process = int(pod["process"])

@@ -14,30 +14,30 @@ Both figures mean something only if the requested fleet did the work. If devices
 leave, steps are not compared with those of the whole fleet, and the run is DEGRADED for that reason, whatever its times
 are. A step much shorter than predicted is as wrong as a longer one.
 
-Slowing the clock down k times gives the host k times as long for everything, while its delays grow little: in device
-time they shrink to about 1/k. So the scale that makes a run valid follows from the stretch.
+A slower clock gives the host longer for everything. Which scale is slow enough, one run cannot tell exactly:
+emulator/model/scales.py says what to try next, here as in the search of `clock.kind = "auto"`.
 
 Pure: figures of blocks and of the host in, verdict out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from emulator.model.scales import Trial, least_honest, next_scale
+
 STRETCH_ALLOWED = 1.05
+# A run is longer than a trial step and never quite like it, so an honest trial keeps a margin below that.
+STRETCH_ENOUGH = 1.0 + 0.85 * (STRETCH_ALLOWED - 1.0)
 KERNEL_STEPS_ALLOWED = 1.10  # step time over kernel links / over modelled links
 # Nothing on a host makes modelled devices faster: a step shorter than this does less work than the modelled one. Not
 # closer to 1, because the median of a few steps varies with few random draws.
 STEPS_AT_LEAST = 0.90
-# Target for the suggested scale. A slower run sleeps more often, and on a busy host every wake-up costs time: at scales
-# of 13 to 35, in eight runs on an overloaded host, twice as much stretch was left over as simple division predicts.
-STRETCH_AIMED_AT = 1.015
 SATURATED = 0.9  # share of all cores
 STOLEN = 0.02  # share of all cores, taken by the hypervisor
 FOREIGN = 0.25  # share of all cores, used by other programs
@@ -100,7 +100,7 @@ class Fidelity:
     pod_late_p99_s: float | None = None  # time from due until the answer left its pod
     server_late_p99_s: float | None = None  # time from leaving the pod until the server had the answer
     causes: list[str] = field(default_factory=list)  # largest first
-    scale_needed: float = 1.0  # multiple of this run's scale
+    scale_suggested: float | None = None  # a slower clock that may help; None: it need not, or would not
     host: HostLoad = HostLoad()
 
 
@@ -111,16 +111,16 @@ def judge(
     left_s: Numbers | None = None,
     step_stretch: float | None = None,
     host: HostLoad | None = None,
-    local_share: float = 0.0,
     kernel_links: bool = False,
     fleet: Worked | None = None,
+    scale: float = 1.0,
+    tried: Sequence[Trial] = (),
 ) -> Fidelity:
     """The verdict on a run.
 
     `fleet`: the devices that did the work; None: the requested devices. `due_s` is NaN where a real device answered,
-    because its time is not modelled. `left_s`: when the answer left its pod. `local_share`: share of the predicted
-    step that the server computes itself; a slower clock shortens that too. With `kernel_links`, `due_s` is when the
-    answer has to leave its pod.
+    because its time is not modelled. `left_s`: when the answer left its pod. With `kernel_links`, `due_s` is when the
+    answer has to leave its pod. `scale`: of the run's clock; `tried`: what is known of other scales on this host.
     """
     host = host or HostLoad()
     unasked = fleet.disturbances() if fleet else []
@@ -144,16 +144,16 @@ def judge(
     short = step_stretch is not None and step_stretch < STEPS_AT_LEAST
     valid = stretch <= STRETCH_ALLOWED and (step_stretch or 1.0) <= steps_allowed
     causes = [] if valid else _causes(stretch, step_stretch, pod_s, server_s, host)
-    excess = max(stretch - 1, ((step_stretch or 1.0) - 1) / max(1 - local_share, 0.01))
-    scale = 1.0 if valid or kernel_links else max(2.0, float(math.ceil(excess / (STRETCH_AIMED_AT - 1))))
+    worst = max(stretch, step_stretch or 1.0)
+    slower = None if valid or kernel_links else _slower(Trial(scale, worst), tried)
     concerned = float(np.mean(late_s > (STRETCH_ALLOWED - 1) * asked_s))
     if valid:
         reason = KERNEL_VALID if kernel_links else "the host kept up with the model"
     else:
-        reason = _reason(stretch, step_stretch, p99, concerned, causes, None if kernel_links else scale)
+        reason = _reason(stretch, step_stretch, p99, concerned, causes, kernel_links, scale, slower)
     if fleet is not None and unasked:
         # the other devices were late because of work that the departed left undone: do not blame the host
-        valid, scale, causes, reason = False, 1.0, unasked, _another_fleet(fleet)
+        valid, slower, causes, reason = False, None, unasked, _another_fleet(fleet)
     elif short and valid and step_stretch is not None:
         valid, causes = False, [f"steps {100 * (1 - step_stretch):.0f}% shorter than predicted"]
         reason = (
@@ -172,7 +172,7 @@ def judge(
         None if pod_s is None else float(np.percentile(pod_s, 99)),
         None if server_s is None else float(np.percentile(server_s, 99)),
         causes,
-        scale,
+        slower,
         host,
     )
 
@@ -215,17 +215,30 @@ def _causes(
     return causes or ["the host's work took time that no device has"]
 
 
+def _slower(this: Trial, tried: Sequence[Trial]) -> float | None:
+    """What the search for the least honest scale would try after this run, or has found."""
+    trials = [this, *(trial for trial in tried if trial.scale > this.scale)]
+    return least_honest(trials, STRETCH_ALLOWED) or next_scale(trials, STRETCH_ALLOWED)
+
+
 def _reason(
-    stretch: float, step_stretch: float | None, p99_s: float, concerned: float, causes: list[str], scale: float | None
+    stretch: float,
+    step_stretch: float | None,
+    p99_s: float,
+    concerned: float,
+    causes: list[str],
+    kernel_links: bool,
+    scale: float,
+    slower: float | None,
 ) -> str:
-    """`scale`: None over kernel links, where the clock cannot be slowed down."""
-    slower = "use" if scale is None else f"slow the clock down {scale:g} times, or use"
-    where = " in their pods, without the time on the line," if scale is None else ""
+    """Over kernel links the clock cannot be slowed down."""
+    help_ = "use" if slower is None else f"slow the clock down to {slower:g}x (now {scale:g}x), or use"
+    where = " in their pods, without the time on the line," if kernel_links else ""
     steps = "" if step_stretch is None else f", steps {100 * (step_stretch - 1):.0f}% longer than predicted"
     return (
         f"the host was too slow: blocks took{where} {100 * (stretch - 1):.0f}% longer than modelled (p99 "
         f"{1000 * p99_s:.1f} ms late, {100 * concerned:.0f}% of the blocks more than 5%){steps}. Cause: "
-        f"{'; '.join(causes)}. Losses are still exact; for true times {slower} "
+        f"{'; '.join(causes)}. Losses are still exact; for true times {help_} "
         "fewer devices, a smaller model or a faster host"
     )
 

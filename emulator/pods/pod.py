@@ -68,9 +68,12 @@ log = logging.getLogger(__name__)
 # answers due within this time of each other share a message; no answer leaves more than this before it is due
 COALESCE_NS = 500_000
 ANSWERS_PER_MESSAGE = 512
+BYTES_PER_MESSAGE = 4 << 20  # likewise: the server takes a message as a whole, and others wait meanwhile
 LOOK_NS = 10_000_000  # how often a busy pod checks for orders
 SLICE_NS = 200_000  # compute for about this long before checking the socket again
 SLICE_UNTIMED_NS = 5_000_000  # the same when no time is modelled and nothing can be late
+BLOCKS_UNTIMED = 64  # blocks among which neighbours are looked for, likewise; more are hardly faster
+RUN_BYTES, RUN_FLOPS = 1 << 20, 1e9  # of one product for several blocks: small ones gain, and a slice stays short
 LINKS = ("model", "kernel", "off")
 Line = Connection | OwnConnections
 Answer = tuple[int, int, int, int, int, float, int]  # fields in the order of wire.ANSWER
@@ -424,11 +427,11 @@ class Pod:
         rows: list[BlockRow] = blocks.tolist()
         entries = zip(due_ns, range(self._sequence, self._sequence + len(rows)), rows, computing, strict=True)
         self._sequence += len(rows)
-        if self._to_compute:
+        if self._to_compute and self._modelled:
             for entry in entries:
                 heapq.heappush(self._to_compute, entry)
         else:
-            self._to_compute = sorted(entries)  # a sorted list is a heap
+            self._to_compute = sorted([*self._to_compute, *entries])  # a sorted list is a heap
 
     def _answering(self, local: Any) -> Any:
         """Whether the device answers, for one index in the connection or for many."""
@@ -438,22 +441,47 @@ class Pod:
         """Compute for one time slice, the blocks whose answers are due first."""
         until_ns = self._clock.now_ns() + (SLICE_NS if self._modelled else SLICE_UNTIMED_NS)
         while self._to_compute and self._clock.now_ns() < until_ns:
-            due_ns, sequence, row, compute_s = heapq.heappop(self._to_compute)
+            entries = self._next_blocks()
+            rows, at = [row for _, _, row, _ in entries], 0
+            while at < len(rows):
+                try:
+                    count = self._operands.run_length(rows, at, RUN_BYTES, RUN_FLOPS)
+                    self._compute_run(entries[at : at + count])
+                except KeyError:  # operands were dropped while it waited: another device has answered
+                    count = 1
+                at += count
+
+    def _next_blocks(self) -> list[tuple[int, int, BlockRow, float]]:
+        """The blocks that are computed next: one if their time is modelled, since the next one to arrive may be due
+        sooner than the second; several, for neighbours to be computed together, if no answer can be late."""
+        if self._modelled:
+            taken = [heapq.heappop(self._to_compute)]
+        else:  # sorted, see `_take`
+            taken, self._to_compute = self._to_compute[:BLOCKS_UNTIMED], self._to_compute[BLOCKS_UNTIMED:]
+        entries = []
+        for entry in taken:
+            row = entry[2]
             if self._cancelled and row[:3] in self._cancelled:
                 if row[12] + 1 == row[13]:
                     self._cancelled.discard(row[:3])
                 self._operands.skip(row)
-                continue
-            if not self._answering(row[0]):
+            elif self._answering(row[0]):
+                entries.append(entry)
+            else:
                 self._operands.skip(row)
-                continue
-            begun_ns = self._clock.now_ns()
-            try:
-                product = self._operands.product(row, self._kernel)
-            except KeyError:
-                continue  # its operands were dropped while it waited: another device has answered
-            if not self._modelled:
-                compute_s = (self._clock.now_ns() - begun_ns) / 1e9
+        return entries
+
+    def _compute_run(self, run: list[tuple[int, int, BlockRow, float]]) -> None:
+        """Compute these blocks by one product (see Operands.run_length)."""
+        begun_ns, row = self._clock.now_ns(), run[0][2]
+        products: Iterable[Array | None]
+        if len(run) > 1:
+            products = self._operands.products([row for _, _, row, _ in run], self._kernel)
+        else:
+            products = [self._operands.product(row, self._kernel)]
+        took_s = (self._clock.now_ns() - begun_ns) / 1e9 / len(run)
+        for (due_ns, sequence, row, modelled_s), product in zip(run, products, strict=True):
+            compute_s = modelled_s if self._modelled else took_s
             if row[13] > 1:
                 compute_s += self._spent.pop(row[:3], 0.0)
             if product is None:  # more chunks of this block are to come
@@ -471,12 +499,19 @@ class Pod:
         while self._to_send and self._to_send[0][0] <= now_ns:
             self._sent_ns = now_ns
             due: list[tuple[int, int, Answer, Array]] = []
-            while self._to_send and self._to_send[0][0] <= now_ns + COALESCE_NS and len(due) < ANSWERS_PER_MESSAGE:
+            size = 0
+            while (
+                self._to_send
+                and self._to_send[0][0] <= now_ns + COALESCE_NS
+                and len(due) < ANSWERS_PER_MESSAGE
+                and size < BYTES_PER_MESSAGE
+            ):
                 entry = heapq.heappop(self._to_send)
                 if self._cancelled and entry[2][:3] in self._cancelled:
                     self._cancelled.discard(entry[2][:3])
                 elif self._answering(entry[2][0]) and not self._holds_up(entry):
                     due.append(entry)
+                    size += entry[3].nbytes
             if not due:
                 continue
             data = due[0][3].reshape(-1) if len(due) == 1 else np.concatenate([d[3].reshape(-1) for d in due])

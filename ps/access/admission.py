@@ -34,7 +34,7 @@ HANDSHAKES = (
 )  # per key: burst, per second; an agent reconnects after half a second, then less often
 LINES = 200  # most refusals logged per run
 LOCAL, ENCRYPTED = b"local", b"encrypted"  # ZAP domains of the endpoints
-NOT_WRITTEN = Refusal("the server cannot write down who joins at present; it may work in a moment")
+NOT_WRITTEN = Refusal("the server cannot record new devices at present; try again in a moment")
 ENROL_WAIT_S = 0.25  # for the file's lock, in the entrance's thread; the server's thread may hold it for milliseconds
 
 

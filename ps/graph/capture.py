@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
 
 from agent.protocol.errors import UserError
 from ps.graph.layerdrop import LayersStay, never_drops
@@ -50,8 +49,18 @@ class Node:
     behind: int  # length of the longest chain of backward products that wait for it
     heavy: bool  # a slow local operation: products that are ready go out before it
 
+    @property
+    def shape(self) -> Shape | None:
+        """Of a product; None if the graph does not say."""
+        assert self.product is not None
+        left, right = (getattr(self.fx_node.args[at], "meta", {}).get("val") for at in self.product)
+        if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+            return None
+        *batch, rows, inner = left.shape
+        return Shape(int(batch[0]) if batch else 1, int(rows), int(inner), int(right.shape[-1]))
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Program:
     name: str
     module: fx.GraphModule
@@ -62,6 +71,10 @@ class Program:
     index: dict[fx.Node, int]
     ahead: tuple[tuple[Level, ...], ...] = ()  # of a backward pass: the levels still to come, by `behind`
 
+    @cached_property
+    def behind(self) -> list[int]:
+        return [node.behind for node in self.nodes]
+
     @property
     def deferred_bytes(self) -> int:
         """Operand bytes of all deferred products; 0 if unknown."""
@@ -69,16 +82,16 @@ class Program:
         shapes = [request.shape for level in every for request in level.deferred]
         return sum(BYTES * shape.batch * shape.inner * (shape.rows + shape.columns) for shape in shapes)
 
-    def to_come(self, behind: int) -> tuple[Level, ...]:
-        """The levels that follow a product with this `behind`; empty if unknown."""
-        return self.ahead[behind] if behind < len(self.ahead) else ()
-
 
 Runner = Callable[[Program, list[Any]], Sequence[Any]]
 
 
 def distribute(model: torch.nn.Module, run: Runner) -> Callable[..., Any]:
     """The same model, with every graph of its training step going through `run`."""
+    # More than half of the time that importing PyTorch takes, and only training needs it.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import BackendCompilerFailed
+
     # A frame that is compiled too often silently falls back to plain PyTorch, so its products would run on the server.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -153,44 +166,40 @@ def prepare(name: str, module: fx.GraphModule) -> Program:
         for i, node in enumerate(fx_nodes)
     )
     placeholders = tuple(i for i, node in enumerate(fx_nodes) if node.op == "placeholder")
-    ahead = _levels_ahead(nodes) if name == "backward" else ()
+    ahead = _levels_of(nodes) if name == "backward" else ()
     return Program(name, module, nodes, placeholders, tuple(tuple(u) for u in users), len(fx_nodes) - 1, index, ahead)
 
 
-def _levels_ahead(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
+def _levels_of(nodes: Sequence[Node]) -> tuple[tuple[Level, ...], ...]:
+    products = [node.product is not None for node in nodes]
+    shapes = [node.shape if node.product is not None else None for node in nodes]
+    return levels_ahead([node.inputs for node in nodes], [node.behind for node in nodes], products, shapes)
+
+
+def levels_ahead(
+    inputs: Sequence[Sequence[int]], behind: Sequence[int], products: Sequence[bool], shapes: Sequence[Shape | None]
+) -> tuple[tuple[Level, ...], ...]:
     """For every value of `behind`: the levels that come after it. A deferred product is ready with the level after the
-    last product that it needs."""
+    last product that it needs. Empty if the shape of a product is unknown."""
     critical: dict[int, list[Request]] = {}
     deferred: dict[int, list[Request]] = {}
-    top = max((node.behind for node in nodes if node.product), default=0)
+    top = max((behind[i] for i, product in enumerate(products) if product), default=0)
     ready: list[int] = []  # per node: the level with which it is ready
-    for node in nodes:
-        ready.append(
-            min((ready[i] if nodes[i].product is None else nodes[i].behind - 1 for i in node.inputs), default=top)
-        )
-        if node.product is not None:
-            shape = _product_shape(node)
-            if shape is None:
-                return ()
-            if not shape.flops:
-                continue  # an empty product is not sent out
-            of = critical if node.behind else deferred
-            of.setdefault(node.behind or max(0, ready[-1]), []).append(Request(shape))
+    for number, (needed, product, shape) in enumerate(zip(inputs, products, shapes, strict=True)):
+        ready.append(min((behind[i] - 1 if products[i] else ready[i] for i in needed), default=top))
+        if not product:
+            continue
+        if shape is None:
+            return ()
+        if not shape.flops:
+            continue  # an empty product is not sent out
+        of = critical if behind[number] else deferred
+        of.setdefault(behind[number] or max(0, ready[-1]), []).append(Request(shape))
     levels = [Level(tuple(critical.get(number, ())), tuple(deferred.get(number, ()))) for number in range(top + 1)]
     return tuple(
         tuple(level for level in reversed(levels[:number]) if level.critical or level.deferred)
         for number in range(top + 2)  # including an entry before the first level, with all levels
     )
-
-
-def _product_shape(node: Node) -> Shape | None:
-    """The product's shape; None if the graph does not say."""
-    assert node.product is not None
-    left, right = (getattr(node.fx_node.args[at], "meta", {}).get("val") for at in node.product)
-    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return None
-    *batch, rows, inner = left.shape
-    return Shape(int(batch[0]) if batch else 1, int(rows), int(inner), int(right.shape[-1]))
 
 
 def _values(node: fx.Node) -> int:

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from ps.graph.capture import Node, Program, aten
+from ps.graph.shapes import ShapesProgram
 from ps.planning.plans import Level
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
@@ -139,7 +140,9 @@ class Executor:
             finish(index)
         while unfinished:
             if not ready or ready[0][0]:
-                group, ahead = _next_group(program, waiting, outputs.keys() - waiting.keys(), early)
+                group, ahead = _next_group(
+                    program.behind, program.ahead, waiting, outputs.keys() - waiting.keys(), early
+                )
                 if group:
                     self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
             if not ready:
@@ -162,6 +165,64 @@ class Executor:
         result: Sequence[Any] = values[program.output]
         return result
 
+    def run_shapes(self, program: ShapesProgram) -> None:
+        """Like `run`, for a graph without values: local operations take no time."""
+        missing = [len(part.back) for part in program.parts]
+        done: SimpleQueue[int] = SimpleQueue()
+        waiting: dict[int, Product] = {}
+        in_flight: set[int] = set()
+        ready = [(part.shape is None, i) for i, part in enumerate(program.parts) if not missing[i]]
+        unfinished = len(program.parts)
+        early = self._early and self._uses == 1 and program.deferred_bytes <= SHELF_BYTES
+
+        def finish(index: int) -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            for user in program.users[index]:
+                missing[user] -= 1
+                if missing[user] == 0:
+                    heapq.heappush(ready, (program.parts[user].shape is None, user))
+
+        while unfinished:
+            if not ready or ready[0][0]:
+                group, ahead = _next_group(program.behind, program.ahead, waiting, in_flight, early)
+                in_flight.update(group)
+                if group:
+                    self.engine.submit(*(waiting.pop(index) for index in group), ahead=ahead)
+            if not ready:
+                for index in self._collect(done):
+                    in_flight.discard(index)
+                    finish(index)
+                continue
+            local, index = heapq.heappop(ready)
+            if local:
+                finish(index)
+            else:
+                waiting[index] = self._shape(program, index, done)
+
+    def _shape(self, program: ShapesProgram, index: int, done: SimpleQueue[int]) -> Product:
+        part = program.parts[index]
+        shape = part.shape
+        assert shape is not None
+        outer = (shape.rows, shape.columns)
+        left, right = (
+            self._weight((program.name, index, side), (shape.batch, outer[side], shape.inner), part.weights[side])
+            for side in (0, 1)
+        )
+        out = _no_values((shape.batch, shape.rows, shape.columns))
+        self.spent.products += 1
+        self.spent.flops += shape.flops
+        critical = program.is_critical(index)
+        return Product(left, right, out, lambda: done.put(index), part.name, self.step, critical)
+
+    def _weight(self, key: tuple[Any, ...], shape: tuple[int, ...], is_weight: bool) -> Operand:
+        """An operand without values; a weight is the same one until it changes."""
+        if self._uses == 1 or not is_weight:
+            return Operand(_no_values(shape))
+        if key not in self._kept:
+            self._kept[key] = Operand(_no_values(shape), self._uses)
+        return self._kept[key]
+
     def _product(
         self, program: Program, node: Node, index: int, arguments: Sequence[Any], done: SimpleQueue[int]
     ) -> tuple[torch.Tensor, Product] | None:
@@ -169,7 +230,7 @@ class Executor:
         this is a rehearsal."""
         assert node.product is not None
         left, right = arguments[node.product[0]], arguments[node.product[1]]
-        if left.dtype != torch.float32 or left.device.type not in ("cpu", "meta"):
+        if left.dtype != torch.float32 or left.device.type != "cpu":
             raise TypeError(f"{node.fx_node.name}: products of {left.dtype} on {left.device} cannot be sent out")
         shape = (*left.shape[:-1], right.shape[-1])
         if 0 in shape or left.shape[-1] == 0:
@@ -208,31 +269,39 @@ class Executor:
 
 
 def _next_group(
-    program: Program, waiting: Mapping[int, Product], under_way: Collection[int], early: bool
+    behind: Sequence[int],
+    ahead: Sequence[tuple[Level, ...]],
+    waiting: Mapping[int, Product],
+    in_flight: Collection[int],
+    early: bool,
 ) -> tuple[list[int], tuple[Level, ...]]:
     """The products with the longest chain of waiting products, and the levels to come after them. Other products would
     only take devices from these: they wait until their own chain is as long as any other's, or until their operands
     take too much memory. `early`: deferred products go with them, if the levels to come are known."""
     if sum(product.operand_bytes for product in waiting.values()) > SHELF_BYTES:
         return list(waiting), ()
-    most = max((program.nodes[index].behind for index in (*waiting, *under_way)), default=0)
-    group = [index for index in waiting if program.nodes[index].behind == most]
-    ahead = program.to_come(most) if early and group else ()
-    if ahead:
-        group += [index for index in waiting if not program.nodes[index].behind]
-    return group, ahead
+    most = max((behind[index] for index in (*waiting, *in_flight)), default=0)
+    group = [index for index in waiting if behind[index] == most]
+    to_come = ahead[most] if early and group and most < len(ahead) else ()
+    if to_come:
+        group += [index for index in waiting if not behind[index]]
+    return group, to_come
 
 
 def _storage(tensor: torch.Tensor) -> int:
     """An identifier that all views of a tensor share."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() or storage._cdata  # a tensor without values has no address
+    return tensor.untyped_storage().data_ptr()
 
 
 def _as_batch(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A view as [batch, outer, inner]; for a tensor without values, an array of its shape that takes no memory."""
-    array = np.broadcast_to(np.float32(0), tensor.shape) if tensor.is_meta else tensor.detach().numpy()
+    """A view as [batch, outer, inner]."""
+    array = tensor.detach().numpy()
     return array if array.ndim == 3 else array[None]
+
+
+def _no_values(shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """An array of this shape that takes no memory."""
+    return np.broadcast_to(np.float32(0), shape)
 
 
 def _arguments(program: Program, node: fx.Node, values: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

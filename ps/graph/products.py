@@ -27,22 +27,6 @@ def step_products(config: Any, batch: int, sequence: int) -> dict[Shape, int]:
     return {shape: count for shape, count in counts.items() if count > 0}
 
 
-def recorded_step(
-    config: Any, batch: int, sequence: int, times: int
-) -> tuple[list[tuple[Program, list[Any]]], list[torch.Tensor]]:
-    """The graphs of `times` consecutive forward and backward passes, each with its inputs, and the weights: tensors of
-    the meta device, which have shapes and no values."""
-    graphs: list[tuple[Program, list[Any]]] = []
-
-    def run(program: Program, values: list[Any]) -> Sequence[Any]:
-        graphs.append((program, list(values)))
-        result: Sequence[Any] = program.module(*values)
-        return result
-
-    parameters = _pass(config, batch, sequence, times, run)
-    return graphs, parameters
-
-
 def _captured(config: Any, layers: int, batch: int, sequence: int) -> Counter[Shape]:
     shallow = copy.deepcopy(config)
     shallow.num_hidden_layers = layers
@@ -57,21 +41,23 @@ def _captured(config: Any, layers: int, batch: int, sequence: int) -> Counter[Sh
         result: Sequence[Any] = program.module(*values)
         return result
 
-    _pass(shallow, batch, sequence, 1, run)
+    meta_pass(meta_model(shallow), batch, sequence, run)
     return found
 
 
-def _pass(config: Any, batch: int, sequence: int, times: int, run: Runner) -> list[torch.Tensor]:
-    """Run forward and backward `times` times through `run`. Returns the weights."""
-    torch._dynamo.reset()  # two depths must not share compiled code
+def meta_model(config: Any) -> torch.nn.Module:
+    """The model on PyTorch's meta device, where weights have shapes and take no memory."""
     with torch.device("meta"):
-        model = build_model(config)
-        tokens = torch.zeros((batch, sequence), dtype=torch.int64)
+        model: torch.nn.Module = build_model(config)
+    return model
+
+
+def meta_pass(model: torch.nn.Module, batch: int, sequence: int, run: Runner) -> None:
+    """One forward and backward pass of a `meta_model`, every graph through `run`."""
+    torch._dynamo.reset()  # two depths must not share compiled code
+    tokens = torch.zeros((batch, sequence), dtype=torch.int64, device="meta")
     model.train()  # as in training: code that reads a value there (layerdrop) breaks the graph here, too
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the loss has no derivative on this device, and needs none
-        forward = distribute(model, run)
-        for _ in range(times):
-            forward(input_ids=tokens, labels=tokens).loss.backward()
+        distribute(model, run)(input_ids=tokens, labels=tokens).loss.backward()
     torch._dynamo.reset()
-    return list(model.parameters())

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
+
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-PRECISION = 2e-4  # of T
-_TINY = 1e-300  # in place of zero in a denominator
+SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles that are tried: the width, as a multiple of the square's
+TINY = 1e-300  # in place of zero in a denominator
 
 
 class PackingError(ValueError):
@@ -33,7 +34,7 @@ class PackingError(ValueError):
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """The coefficients, one per device in the last axis; the first axis of `wide`, `tall` and `cell` is j, the
-    two sums (three in ps/planning/recut.py)."""
+    two sums (three in ps/planning/sharing.py)."""
 
     fixed_s: Numbers
     wide: Numbers  # seconds per column of the rectangle
@@ -68,14 +69,14 @@ class CostModel:
     def heights(self, span_s: float | Numbers, widths: Numbers | Integers) -> Numbers:
         """The height that each device covers at this width; negative if it cannot even download the columns."""
         spare_s = np.maximum(span_s - self.fixed_s, 0.0)
-        both = (spare_s - self.wide * widths) / np.maximum(self.tall + self.cell * widths, _TINY)
+        both = (spare_s - self.wide * widths) / np.maximum(self.tall + self.cell * widths, TINY)
         heights: Numbers = np.minimum(np.minimum(both[0], both[1]), self.most_cells / widths)
         return heights
 
     def slopes(self, span_s: float | Numbers, widths: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Heights, at least zero, and their derivatives by width and by time."""
         spare_s = np.maximum(span_s - self.fixed_s, 0.0)
-        below = np.maximum(self.tall + self.cell * widths, _TINY)
+        below = np.maximum(self.tall + self.cell * widths, TINY)
         both = (spare_s - self.wide * widths) / below
         second = both[1] < both[0]
         height = np.where(second, both[1], both[0])
@@ -112,21 +113,21 @@ class Areas:
     def __init__(self, cost_model: CostModel, rows: int, columns: int) -> None:
         self.cost_model, self.rows, self.columns = cost_model, rows, columns
         self._root = np.sqrt(cost_model.wide * cost_model.tall)
-        self._aspect = np.where(cost_model.wide > 0, np.sqrt(cost_model.tall / np.maximum(cost_model.wide, _TINY)), 1.0)
+        self._aspect = np.where(cost_model.wide > 0, np.sqrt(cost_model.tall / np.maximum(cost_model.wide, TINY)), 1.0)
         self._largest = np.minimum(cost_model.most_cells, float(rows) * columns)
         widths = np.clip(np.sqrt(self._largest) * self._aspect, self._largest / rows, columns)
-        heights = self._largest / np.maximum(widths, _TINY)
+        heights = self._largest / np.maximum(widths, TINY)
         self._largest_s = np.maximum(
-            cost_model.wide * widths + cost_model.tall * heights + cost_model.cell * self._largest, _TINY
+            cost_model.wide * widths + cost_model.tall * heights + cost_model.cell * self._largest, TINY
         )
 
     def within(self, span_s: float | Numbers) -> Numbers:
         cost_model, rows, columns = self.cost_model, self.rows, self.columns
         spare_s = np.maximum(span_s - cost_model.fixed_s, 0.0)
         # the root in the form that does not subtract two nearly equal numbers
-        side = spare_s / np.maximum(self._root + np.sqrt(self._root * self._root + cost_model.cell * spare_s), _TINY)
-        low = (spare_s - cost_model.wide * columns) / np.maximum(cost_model.tall + cost_model.cell * columns, _TINY)
-        thin = (spare_s - cost_model.tall * rows) / np.maximum(cost_model.wide + cost_model.cell * rows, _TINY)
+        side = spare_s / np.maximum(self._root + np.sqrt(self._root * self._root + cost_model.cell * spare_s), TINY)
+        low = (spare_s - cost_model.wide * columns) / np.maximum(cost_model.tall + cost_model.cell * columns, TINY)
+        thin = (spare_s - cost_model.tall * rows) / np.maximum(cost_model.wide + cost_model.cell * rows, TINY)
         one = np.where(
             side * self._aspect > columns,
             columns * np.minimum(low, rows),
@@ -139,7 +140,10 @@ class Areas:
     def span_s(self, cells: float) -> float:
         """The relaxed bound: no tiling ends before this, even if every device had its best shape."""
         return least_span(
-            lambda span_s: float(np.minimum(self.within(span_s), cells).sum()) >= cells, 0.0, 1e-3, PRECISION / 10
+            lambda span_s: float(np.minimum(self.within(span_s), cells).sum()) >= cells,
+            0.0,
+            1e-3,
+            settings.NOW.precision / 10,
         )
 
 

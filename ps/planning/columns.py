@@ -17,19 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import PRECISION, Areas, CostModel, Integers, Numbers, PackingError
-
-NEARLY = 1.01  # arrangements of columns within this factor of the best are examined more closely
-FINALISTS = 3
-NEGLIGIBLE = 0.002  # of all cells; this and SMALL_SIDE were chosen by trial on one seed, and checked on two others
-SMALL_SIDE = 8
-COLUMN_COUNTS = (-1, 0, 1, 2)  # tried around the ideal number of columns
-LONG = 1e-3  # exponent: a rectangle of twice the square's width must cover 2^LONG times as much, or the square is taken
-EXCHANGES = 8  # rounds, at most, until all teams of a batch end together
-SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the width, as a multiple of the square's
-NEWTON_STEPS = 24
-FOREVER = 1e30  # times the bound
-CLOSE = 1e-6  # of a length: Newton has converged
+from ps.planning import settings
+from ps.planning.capacity import SHAPES, Areas, CostModel, Integers, Numbers, PackingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +41,11 @@ class Columns:
         widths = areas * self.breadth / np.maximum(np.add.reduceat(areas, self.team_starts), 1e-300)[self.team]
         widths = np.maximum(widths, 1e-6 * self.breadth)
         spans_s = np.full(len(self.team_starts), near_s)
-        for _ in range(NEWTON_STEPS):
+        for _ in range(24):  # Newton converges in a few steps, or not at all
             heights, by_width, by_time = self.cost_model.slopes(spans_s[self.team][self.member], widths[self.member])
             excess = np.add.reduceat(heights, self.starts) - self.length
             missing = self.breadth - np.add.reduceat(widths, self.team_starts)
-            if (np.abs(excess) <= CLOSE * self.length).all() and (np.abs(missing) <= CLOSE * self.breadth).all():
+            if (np.abs(excess) <= 1e-6 * self.length).all() and (np.abs(missing) <= 1e-6 * self.breadth).all():
                 return spans_s, widths
             per_width = np.minimum(np.add.reduceat(by_width, self.starts), -1e-300)
             per_time = np.add.reduceat(by_time, self.starts)
@@ -77,11 +66,11 @@ class Columns:
             return np.add.reduceat(self.widths(spans_s), self.team_starts) < self.breadth
 
         low, high = np.zeros(teams), np.full(teams, near_s)
-        if short(FOREVER * high).any():
+        if short(1e30 * high).any():
             raise PackingError("these columns have too little memory, whatever the time")
         while (late := short(high)).any():
             low, high = np.where(late, high, low), np.where(late, high * 2, high)
-        while ((high - low) > PRECISION * high).any():
+        while ((high - low) > settings.NOW.precision * high).any():
             middle = (low + high) / 2
             late = short(middle)
             low, high = np.where(late, middle, low), np.where(late, high, middle)
@@ -123,7 +112,7 @@ class Columns:
                 break
         else:
             raise PackingError("a column cannot be covered in any time")
-        while ((high - low) > PRECISION * high).any():
+        while ((high - low) > settings.NOW.precision * high).any():
             middle = (low + high) / 2
             good = enough(middle)
             low, high = np.where(good, low, middle), np.where(good, middle, high)
@@ -135,7 +124,7 @@ class Columns:
         for _ in range(6):
             heights, _, by_time = self.cost_model.slopes(spans_s[self.member], spread)
             excess = np.add.reduceat(heights, self.starts) - target
-            if (np.abs(excess) <= CLOSE * target).all():
+            if (np.abs(excess) <= 1e-6 * target).all():
                 break
             rate = np.add.reduceat(by_time, self.starts)
             later = np.where(rate > 0, -excess / np.maximum(rate, 1e-300), spans_s)
@@ -167,7 +156,9 @@ def pack_columns(
             seats = dealt[np.argsort(-(areas / np.maximum(heights, 1e-300))[dealt[:, 0]], kind="stable")]
         sides = heights[seats[seats[:, -1] >= 0]].mean(axis=1)
         ideal = int(sides.sum() / length)
-        for count in sorted({max(1, min(ideal + more, len(sides), breadth)) for more in COLUMN_COUNTS}):
+        for count in sorted(
+            {max(1, min(ideal + more, len(sides), breadth)) for more in range(-1, settings.NOW.arrangements - 1)}
+        ):
             starts = _column_starts(sides, count)
             made = _columns(cost_model, seats, starts, length, breadth)
             solution = made.solved(min((other.span_s for other in found), default=bound_s * 1.01))
@@ -182,14 +173,14 @@ def pack_columns(
     if not found:
         raise PackingError("no arrangement of columns covers the output in any time")
     found.sort(key=lambda one: one.span_s)
-    for _ in range(EXCHANGES if teams > 1 else 0):
+    for _ in range(8 if teams > 1 else 0):
         if (better := found[0].evened(areas)) is None:
             break
         found.insert(0, better)
     # rounding to whole numbers costs each arrangement differently: the best is known only afterwards
     exact = []
-    for one in found[:FINALISTS]:
-        if one.span_s <= found[0].span_s * NEARLY:
+    for one in found[: settings.NOW.arrangements]:
+        if one.span_s <= found[0].span_s * settings.NOW.slack:
             with contextlib.suppress(PackingError):
                 exact.append(_in_whole_numbers(one.spans_s, one.widths, one.made, one.turned))
     if not exact:
@@ -249,7 +240,7 @@ def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: 
     widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
     heights = np.stack([np.clip(cost_model.heights(span_s, width), 0, length) for width in widths])
     covered = (
-        heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** LONG
+        heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** 1e-3
     )  # among equals, the rectangle nearest to a square
     best: Numbers = heights[covered.argmax(axis=0), np.arange(len(areas))]
     best[best <= 0] = (areas / np.maximum(squares, 1e-300))[best <= 0]  # less than a row: as if there were more time
@@ -264,7 +255,7 @@ def _dealt(areas: Numbers, teams: int) -> Integers:
     ranking = ranking[areas[ranking] > 0]
     ranked = areas[ranking]
     tail = np.cumsum(ranked[::-1])[::-1]
-    kept = (tail > NEGLIGIBLE * tail[:1]) | (ranked >= SMALL_SIDE**2)
+    kept = (tail > 0.002 * tail[:1]) | (ranked >= 64)
     kept[:teams] = True
     ranking = ranking[kept]
     if len(ranking) < teams:

@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
+
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 BYTES = 4  # float32 on the wire
-CHUNKS_HELD = 3
-LEAST_CHUNK = 32  # inner values; shorter chunks would cost more in calls than they save
+CHUNKS_HELD = 3  # as the agent works: one computed, one waiting, one arriving
 
 
 def operand_bytes(batch: Any, rows: Any, inner: int, columns: Any) -> Any:
@@ -45,7 +46,7 @@ def chunk_length(batch: Any, rows: Any, inner: int, columns: Any, budget_bytes: 
     output = BYTES * batch * rows * columns
     a_value = operand_bytes(batch, rows, 1, columns)
     longest = (budget_bytes - 2 * output) // (CHUNKS_HELD * a_value)
-    streamed = np.where(longest >= LEAST_CHUNK, np.minimum(longest, inner - 1), 0)
+    streamed = np.where(longest >= settings.NOW.least_chunk, np.minimum(longest, inner - 1), 0)
     length: Integers = np.where(budget_bytes >= output + a_value * inner, inner, streamed)
     return length
 
@@ -59,7 +60,7 @@ def block_bytes(batch: Any, rows: Any, inner: int, columns: Any, chunk: Any) -> 
 
 def least_bytes(inner: int) -> int:
     """Memory that a device needs to compute one cell."""
-    return BYTES * min(1 + 2 * inner, 2 + 2 * CHUNKS_HELD * LEAST_CHUNK)
+    return BYTES * min(1 + 2 * inner, 2 + 2 * CHUNKS_HELD * settings.NOW.least_chunk)
 
 
 def block_queues(

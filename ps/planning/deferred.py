@@ -26,15 +26,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
 from ps.planning.capacity import least_span
 from ps.planning.cost import Integers, Numbers
 from ps.planning.plans import Level, Request
-from ps.planning.teams import PACKING_LOSS, Relaxation
-
-PRECISION = 0.01  # of the time of a pass
-STRETCH = 1.2  # exponent fitted between a level's time t and 1.2 t
-MOST_TAKEN = 0.5  # of the devices left
-AIM = 0.95  # of the time until the end, for deferred products: a late one delays the pass; an early one costs nothing
+from ps.planning.teams import Relaxation
 
 NONE: Integers = np.empty(0, np.int64)
 Devices = NDArray[np.bool_]  # mask over all devices
@@ -51,11 +47,11 @@ class Team:
 def teams(levels: Sequence[Level], profiles: NDArray[np.void]) -> list[Team]:
     """The devices that compute the deferred products of each level but the last, while the others continue with the
     critical ones. Empty teams if computing the deferred products last ends as soon: there are few devices, or a
-    critical product needs the devices that would be taken from it."""
+    critical product needs the devices that would be taken from it, or the others are too slow."""
     way = _Pass(levels, profiles)
     if way.ends_s(way.held_back_s)[0] > way.held_back_s:
         return [Team(NONE, 0.0)] * (len(levels) - 1)
-    end_s = least_span(lambda end_s: way.ends_s(end_s)[0] <= end_s, 0.0, way.held_back_s, PRECISION)
+    end_s = least_span(lambda end_s: way.ends_s(end_s)[0] <= end_s, 0.0, way.held_back_s, settings.NOW.precision)
     return way.ends_s(end_s)[1]
 
 
@@ -81,9 +77,10 @@ class _Pass:
             self._worth += self._spans[requests].worth
 
     def ends_s(self, by_s: float) -> tuple[float, list[Team]]:
-        """When the last level ends if deferred products take until `by_s`; and the team taken by each level before it.
-        A team that ends sooner, because it consists of whole devices, is free again then."""
-        left, found, now_s = np.ones(self._count, np.bool_), [], 0.0
+        """When the pass ends if deferred products take until `by_s`, and the team taken by each level but the last. A
+        team that ends sooner, because it consists of whole devices, is free again then; one that ends later, because
+        there are too few devices, delays the pass."""
+        left, found, now_s, last_s = np.ones(self._count, np.bool_), [], 0.0, 0.0
         away: list[tuple[float, Integers]] = []  # (until when, devices)
         for level in self._levels[:-1]:
             for until_s, devices in away:
@@ -92,13 +89,16 @@ class _Pass:
             away = [one for one in away if one[0] > now_s]
             team, takes_s = Team(NONE, 0.0), 0.0
             if level.deferred:
-                team, takes_s = self._taken(level.deferred, AIM * max(0.0, by_s - now_s), left)
+                team, takes_s = self._taken(level.deferred, max(0.0, by_s - now_s) / settings.NOW.later, left)
+                if not len(team.devices):
+                    return math.inf, []
             found.append(team)
             left[team.devices] = False
+            last_s = max(last_s, now_s + takes_s)
             away.append((now_s + takes_s, team.devices))
             if level.critical:
                 now_s += self._spans[level.critical].without_s(left)
-        return now_s + self._last.without_s(left), found
+        return max(last_s, now_s + self._last.without_s(left)), found
 
     def _taken(self, requests: tuple[Request, ...], span_s: float, left: Devices) -> tuple[Team, float]:
         """Enough of the remaining devices to compute these products in that time; and about how long they take."""
@@ -106,7 +106,7 @@ class _Pass:
         offers = (cells / np.array([[request.shape.cells] for request in Counter(requests)])).mean(axis=0)
         order = np.flatnonzero(left & (offers > 0))
         order = order[np.argsort(-offers[order] / self._worth[order], kind="stable")]
-        most = int(MOST_TAKEN * np.count_nonzero(left))
+        most = int(settings.NOW.most_taken * np.count_nonzero(left))
         crowding = _crowding(requests, np.cumsum(cells[:, order], axis=1))
         enough = crowding <= 1
         count = min(most, int(np.argmax(enough)) + 1 if enough.any() else len(order))
@@ -131,9 +131,10 @@ class _Span:
             return float(_crowding(requests, _cells(requests, relaxations, count, span_s).sum(axis=1)))
 
         longest_s = max(relaxations[request].span_s for request in requests)
-        whole_s = least_span(lambda span_s: crowding(span_s) <= 1, 0.0, longest_s, PRECISION)
-        grown = crowding(whole_s) / max(crowding(STRETCH * whole_s), 1e-300)
-        power = max(1.0, math.log(max(grown, 1.0)) / math.log(STRETCH))
+        whole_s = least_span(lambda span_s: crowding(span_s) <= 1, 0.0, longest_s, settings.NOW.precision)
+        stretch = 1.2  # the exponent is fitted between this time and 1.2 times this time
+        grown = crowding(whole_s) / max(crowding(stretch * whole_s), 1e-300)
+        power = max(1.0, math.log(max(grown, 1.0)) / math.log(stretch))
         return cls(requests, whole_s, _cells(requests, relaxations, count, whole_s), power)
 
     def without_s(self, left: Devices) -> float:
@@ -165,5 +166,5 @@ def _needed(requests: tuple[Request, ...]) -> Numbers:
 def _crowding(requests: tuple[Request, ...], covered: Numbers) -> Numbers:
     """The share of the devices that all these products need, if the devices cover `covered` cells of each in the time;
     more than 1: the time is too short."""
-    share: Numbers = (_needed(requests) * (1 + PACKING_LOSS) / np.maximum(covered.T, 1e-300)).sum(axis=-1)
+    share: Numbers = (settings.NOW.slack * _needed(requests) / np.maximum(covered.T, 1e-300)).sum(axis=-1)
     return share

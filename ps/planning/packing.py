@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import PRECISION, Areas, CostModel, Integers, Numbers, PackingError, least_span
+from ps.planning import settings
+from ps.planning.capacity import Areas, CostModel, Integers, Numbers, PackingError, least_span
 from ps.planning.columns import pack_columns
 
 __all__ = ["PackingError", "Rates", "Tiling", "box", "halved", "packed"]
 
 ACCUMULATOR_BYTES = 4  # per cell of the output while the device adds it up
-MOST_PARTS = 16  # rectangles per device
-GOOD_ENOUGH = 1.02  # times the bound: no other way of packing is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,9 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
     bound_s = areas.span_s(float(batch) * rows * columns)
     # A device whose share does not fit its memory takes several rectangles: it counts as several smaller devices.
     share = np.minimum(areas.within(bound_s), float(rows) * columns)
-    parts = np.clip(np.ceil(1.02 * share / cost_models[0].most_cells), 1, MOST_PARTS).astype(np.int64)
+    parts = np.clip(
+        np.ceil(settings.NOW.slack * share / cost_models[0].most_cells), 1, settings.NOW.most_pieces
+    ).astype(np.int64)
     several = np.repeat(np.arange(len(able)), parts)
     split = cost_models
     if len(several) > len(able):
@@ -98,7 +99,7 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
     best: Tiling | None = None
     for by_teams in (False, True) if batch > 1 else (True,):
         # teams of one or two have no choice of shape
-        if best and (len(able) < 2 * batch or best.makespan_s <= GOOD_ENOUGH * bound_s):
+        if best and (len(able) < 2 * batch or best.makespan_s <= settings.NOW.slack * bound_s):
             break
         pack = _pack_teams if by_teams else pack_batch
         try:
@@ -149,8 +150,6 @@ def halved(
 
 # ---- batched products
 
-BATCH_PRECISION = 5e-4  # of T: whole matrices make it a step function anyway
-
 Piece = tuple[int, int]  # device, rows
 BatchShares = tuple[
     Integers, list[list[Piece]]
@@ -171,7 +170,7 @@ def pack_batch(
         ) -> BatchShares | None:
             return _fill_batch(cost_model, span_s, batch, length, breadth)
 
-        if best is not None and attempt(best[0] * (1 - 2 * PRECISION)) is None:
+        if best is not None and attempt(best[0] * (1 - 2 * settings.NOW.precision)) is None:
             continue
         try:
             high = best[0] if best else bound_s * 1.01
@@ -179,7 +178,7 @@ def pack_batch(
                 lambda s, attempt=attempt: attempt(s) is not None,  # type: ignore[misc]
                 bound_s * 0.999,
                 high,
-                BATCH_PRECISION,
+                settings.NOW.precision,
             )
         except PackingError:
             continue

@@ -27,19 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.capacity import Areas, CostModel
-from ps.planning.cost import BYTES, CHUNKS_HELD, LEAST_CHUNK, Integers, Numbers, chunk_length, usable_bytes
+from ps.planning import settings
+from ps.planning.capacity import SHAPES, Areas, CostModel
+from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, usable_bytes
 from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
-
-STRIP_S = 0.05  # a shorter strip saves less than its message costs
-MOST_STRIPS = 4  # for the overlap alone: with more strips a rectangle hardly ends sooner
-# A strip is lost with its device, and delays a block that was lost elsewhere. So a strip that takes longer than this is
-# cut further, if its device gets several blocks at a time. But slabs that are kept stay in few pieces.
-LONG_S = 0.5
-MOST_LONG = 16
-SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles: the slab's breadth, as a multiple of the square's
-STEEPEST = 4.0  # limit of the taper, and of its inverse: beyond it, one strip more or less makes no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,9 @@ def running_cost_models(profiles: NDArray[np.void], request: Request, cuts: Cuts
     fixed_s = 2 * profiles["latency_s"] + np.maximum(k, c) * profiles["overhead_s"]
     values = usable_bytes(profiles) / BYTES
     whole = _square(values, inner)
-    streamed_too = _square(values / 2, CHUNKS_HELD * LEAST_CHUNK / 2)  # two outputs, and the shortest chunks
+    streamed_too = _square(
+        values / 2, CHUNKS_HELD * settings.NOW.least_chunk / 2
+    )  # two outputs, and the shortest chunks
     most_cells = np.floor(np.maximum(whole, streamed_too) * (1 + 1e-12) + 1e-9)
 
     def cost_model(wide_s: Numbers, tall_s: Numbers, taper: Numbers) -> CostModel:
@@ -108,15 +102,17 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     all_devices = slice(None)
     down_s, compute_s, up_s = queue_seconds(profiles, all_devices, shape, rectangles, height, width, height + width)
     total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
-    worth = np.clip(total_s / STRIP_S, 1, np.minimum(MOST_STRIPS, credit))
-    if max(request.left_uses, request.right_uses) == 1:
-        worth = np.where(credit < MOST_STRIPS, worth, np.clip(total_s / LONG_S, worth, MOST_LONG))
+    now = settings.NOW
+    worth = np.clip(total_s / now.strip_s, 1, np.minimum(now.most_strips, credit))
+    if max(request.left_uses, request.right_uses) == 1:  # slabs that are kept stay in few pieces
+        several = credit >= now.most_strips
+        worth = np.where(several, np.clip(total_s / now.long_s, worth, np.maximum(worth, now.most_pieces)), worth)
     strips = np.where(separate, np.minimum(worth, rectangles), worth).astype(np.int64)
     budget, columns = usable_bytes(profiles), np.ceil(width).astype(np.int64)
     rows = np.ceil(height / np.where(separate, 1, strips)).astype(np.int64)
     whole = chunk_length(1, rows, shape.inner, columns, budget) == shape.inner
     chunk = chunk_length(1, np.ceil(height).astype(np.int64), shape.inner, columns, budget)
-    chunks = -(-shape.inner // np.maximum(chunk, min(LEAST_CHUNK, shape.inner)))
+    chunks = -(-shape.inner // np.maximum(chunk, min(now.least_chunk, shape.inner)))
     column_s, row_s = _side_s(profiles, request)
     others_s = compute_s / rectangles, up_s / rectangles
     tapers = np.stack(
@@ -162,7 +158,8 @@ def _side_s(profiles: NDArray[np.void], request: Request) -> tuple[Numbers, Numb
 def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers) -> Numbers:
     """How many times larger each next strip should be, given the seconds of all strips in download, compute and upload:
     the ratio of the slower of compute and upload to download; closer to 1 where the third queue is slow as well."""
-    most = STEEPEST ** (np.minimum(1, MOST_STRIPS / strips) ** 2)  # more strips serve only to keep each of them short
+    # more strips than those for the overlap serve only to keep each of them short
+    most = settings.NOW.steepest ** (np.minimum(1, settings.NOW.most_strips / strips) ** 2)
     steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / most, most)
     choices = steepest ** np.array([[1.0], [0.5], [0.0]])
     ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]

@@ -5,9 +5,10 @@ one after another, because a larger rectangle has more cells per downloaded valu
 finishes them by the end of the pass (ps/planning/deferred.py). Each team packs its product (ps/planning/packing.py)
 under the cost model of the running system (ps/planning/pipeline.py).
 
-A plan is kept while the fleet stays the same. When devices are lost or join, it is adapted (ps/planning/adapt.py),
-until adapting has cost as much, by the model, as making a new plan. When devices prove slower or faster than believed,
-it is made anew: a plan adapted to every change of belief would break into ever smaller blocks, and a plan made when all
+A plan is kept while the fleet stays the same. When devices are lost, their blocks are shared over the others
+(ps/planning/sharing.py); devices that join get nothing yet. Once the uses of such a plan have lost as much, by the
+model, as making a new plan costs, a new one is made. When devices prove slower or faster than believed, it is made anew
+at once: a plan repaired after every change of belief would break into ever smaller blocks, and a plan made when all
 devices seemed slow would never look worth replacing.
 """
 
@@ -17,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -24,28 +26,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.adapt import adapted, with_newcomers
+from ps.planning import settings
 from ps.planning.cost import Integers
 from ps.planning.deferred import Team, teams
-from ps.planning.plans import Level, Plan, PlanError, Request
+from ps.planning.pipeline import made_plan, rectangles
+from ps.planning.plans import WAITS, Level, Plan, PlanError, Request
 from ps.planning.share_cap import NO_CAP, Cap, capped, keeps
-from ps.planning.teams import SLACK, Relaxation, deal
-from ps.planning.weighted_grid import grid_plan
+from ps.planning.sharing import able_devices, grid_plan, shared
+from ps.planning.teams import Relaxation, deal
 
-DEALS = 2  # attempts at dealing the fleet to several products; the second uses the end times of the first
-GROWN = 1.05  # a fleet that has grown by more than this gets new plans
-# Approximate cost to the server of a new plan, per product. With 465 devices, one product took 17 ms, three together
-# 49, and 16 together 380. Adapted plans may waste as much in total.
-SOLVING_S = 0.025
-MOST_AHEAD_S = 0.1  # longer planning is not done ahead: answers would wait for it
-MOST_LOST = 256  # blocks of one plan: to place more of them anew takes longer than a new plan
-MOST_CACHED = 4096  # a model of 80 layers asks about 500 questions per step
-SETTLED = 32  # uses of a plan with newcomers in makeshift places before a new plan is made
-LATE = 1.1  # a team for deferred products is replaced if it would take more than this multiple of its time
-LARGE = 1000  # devices; below, the slowest plan takes 30 ms (`make bench`, part e); above, it is a pause
 NONE_REVISED: Mapping[int, int] = MappingProxyType({})
-
-
 NONE_BUSY: Integers = np.empty(0, np.int64)
 
 
@@ -87,13 +77,13 @@ class Question:
 
 @dataclass(slots=True)
 class _Cached:
-    solved_for: Integers  # able devices
-    able: Integers  # able devices for which the plans, adapted since, are valid
+    solved_for: Integers  # able devices when they were made
+    able: Integers  # able devices for which the plans, repaired since, are valid
     plans: list[Plan]
     ends_s: float  # by the model, when they were made; see Question.ends_s
     revision: int  # of the profiles
-    wasted_s: float = 0.0  # by ending later than `ends_s`, over all uses
-    uses: int = 0  # since a newcomer got a makeshift place in the plans
+    wastes_s: float = 0.0  # per use, by ending later than new plans would
+    wasted_s: float = 0.0  # over all uses
     followed_by: Question | None = None  # the question that came next, the last time
 
 
@@ -125,21 +115,12 @@ class Planner:
         """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revised`: devices whose profile
         has changed, each with the number of its latest change, a later one greater; `busy`: ids at work on deferred
         products, to be left alone. The requests are ready at the same moment and are planned together."""
+        question = Question.of(requests)
         with self._lock:
-            return self._plan(Question.of(requests), profiles, able, revised, busy)
-
-    def _plan(
-        self,
-        question: Question,
-        profiles: NDArray[np.void],
-        able: Integers,
-        revised: Mapping[int, int],
-        busy: Integers,
-    ) -> list[Plan]:
-        if self._latest is not None and (before := self._cache.get(self._latest)) is not None:
-            before.followed_by = question
-        self._latest = question
-        return self._current(question, profiles, able, revised, busy, used=True)
+            if self._latest is not None and (before := self._cache.get(self._latest)) is not None:
+                before.followed_by = question
+            self._latest = question
+            return self._current(question, profiles, able, revised, busy, used=True)
 
     def plan_ahead(
         self,
@@ -151,22 +132,22 @@ class Planner:
         """Make the plans for the question that followed the latest one last time: while the devices work, planning
         costs nothing."""
         with self._lock:
-            self._plan_ahead(profiles, able, revised, busy)
-
-    def _plan_ahead(
-        self, profiles: NDArray[np.void], able: Integers, revised: Mapping[int, int], busy: Integers
-    ) -> None:
-        latest = None if self._latest is None else self._cache.get(self._latest)
-        if latest is None or (question := latest.followed_by) is None or question not in self._cache:
-            return
-        kept = self._cache[question]
-        if kept.revision == max(revised.values(), default=0) and np.isin(kept.able, able).all():
-            return  # no device is missing; which are busy by then is not known yet
-        if not (question.deferred or question.ahead):  # another pass: by then no device is busy
-            busy = NONE_BUSY
-        if SOLVING_S * len(question.requests) <= MOST_AHEAD_S:
+            question = self.upcoming
+            if question is None or question not in self._cache:
+                return
+            kept = self._cache[question]
+            if kept.revision == max(revised.values(), default=0) and np.isin(kept.able, able).all():
+                return  # no device is missing; which are busy by then is not known yet
+            if not (question.deferred or question.ahead):  # another pass: by then no device is busy
+                busy = NONE_BUSY
             with suppress(PlanError):  # the error is raised again when the question is asked
                 self._current(question, profiles, able, revised, busy, used=False)
+
+    @property
+    def upcoming(self) -> Question | None:
+        """The question that followed the latest one last time."""
+        latest = None if self._latest is None else self._cache.get(self._latest)
+        return None if latest is None else latest.followed_by
 
     def _current(
         self,
@@ -177,21 +158,17 @@ class Planner:
         busy: Integers,
         used: bool,
     ) -> list[Plan]:
-        fleet, able = len(able), without(able, busy)
+        able = without(able, busy)
         revision = max(revised.values(), default=0)
         kept = self._cache.get(question)
         if kept is not None:
             self._cache.move_to_end(question)
-            known = kept.revision == revision
-            same = known and self._still_valid(kept, able, used)
-            if same and self._worth_keeping(kept, question.ends_s(kept.plans), used):
-                return kept.plans
-            if known and self._adapt(kept, question, profiles, able, used):
+            if kept.revision == revision and self._repaired(kept, question, profiles, able, used):
                 return kept.plans
         if self.kind == "grid":
             plans = gridded(question.requests, profiles, able)
         elif question.defers:
-            plans = self._solved_beside(question, profiles, able, fleet)
+            plans = self._solved_beside(question, profiles, able)
         else:
             plans = solved(question.requests, profiles, able)
         if self.cap.share < 1.0:
@@ -201,31 +178,33 @@ class Planner:
         self.remember(question, able, plans, revision)
         return plans
 
-    def _solved_beside(self, question: Question, profiles: NDArray[np.void], able: Integers, fleet: int) -> list[Plan]:
-        """Plan the deferred products on a team that finishes them with the pass, the rest on the other devices. Teams
-        are found for a whole pass at once, and again when the remaining devices of one would be late, or the fleet has
-        grown."""
-        level = question.level
-        if fleet > GROWN * self._teams_of:
+    def _solved_beside(self, question: Question, profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+        """Plan the deferred products on a team that finishes them with the pass, the rest on the other devices; without
+        such a team, the deferred products wait. Teams are found for a whole pass at once, and again when the remaining
+        devices of one would be late, or the fleet has grown."""
+        level, later = question.level, settings.NOW.later
+        if len(able) > later * self._teams_of:
             self._teams.clear()
         for known in (True, False):
             if not known:
                 levels = [level, *question.ahead]
-                found, self._teams_of = teams(levels, profiles[able]), fleet
+                self._teams_of = len(able)
                 self._teams = {
                     tuple(levels[number + 1 :]): replace(team, devices=able[team.devices])
-                    for number, team in enumerate(found)
+                    for number, team in enumerate(teams(levels, profiles[able]))
                 }
             elif question.ahead not in self._teams:
                 continue
             team = self._teams[question.ahead]
             there: Integers = team.devices[np.isin(team.devices, able)]
             if not len(there):
-                continue
+                if known and len(team.devices):
+                    continue
+                return solved(level.critical, profiles, able) + [WAITS] * len(level.deferred)
             deferred = solved(level.deferred, profiles, there)
-            if not known or _ends_s(deferred) <= LATE * team.span_s:
+            if not known or _ends_s(deferred) <= later * team.span_s:
                 return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
-        return solved(question.requests, profiles, able)
+        raise AssertionError("teams that were just found are all there")
 
     def has_ready(
         self, question: Question, able: Integers, revised: Mapping[int, int] = NONE_REVISED, busy: Integers = NONE_BUSY
@@ -236,6 +215,10 @@ class Planner:
             return False
         return np.array_equal(kept.able, without(able, busy))
 
+    def adopt(self, other: Planner) -> None:
+        """Know what another planner knows: its plans are for the same devices, with the same numbers."""
+        self.__dict__.update(deepcopy({name: value for name, value in vars(other).items() if name != "_lock"}))
+
     def knows(self, requests: Sequence[Request] | Question) -> bool:
         return Question.of(requests) in self._cache
 
@@ -245,69 +228,67 @@ class Planner:
         followed_by = self._cache[question].followed_by if question in self._cache else None
         self._cache[question] = _Cached(own, own, plans, question.ends_s(plans), revision, followed_by=followed_by)
         self._cache.move_to_end(question)
-        if len(self._cache) > MOST_CACHED:
+        if len(self._cache) > settings.NOW.most_cached:
             self._cache.popitem(last=False)
 
-    def _adapt(
-        self,
-        kept: _Cached,
-        question: Question,
-        profiles: NDArray[np.void],
-        able: Integers,
-        used: bool,
+    def _repaired(
+        self, kept: _Cached, question: Question, profiles: NDArray[np.void], able: Integers, used: bool
     ) -> bool:
-        """Adapt the kept plans to devices that were lost or have joined, while that is cheap."""
-        if kept.uses > SETTLED or not len(able) or len(able) > max(1.0, GROWN * len(kept.solved_for)):
+        """Whether the kept plans can be used once more, without the devices that are gone. Devices that have joined get
+        nothing yet. Both make the plans end later than new ones would; once their uses have lost as much time as new
+        plans cost, they are made anew."""
+        plans, wastes_s = kept.plans, kept.wastes_s
+        if kept.able is not able and not np.array_equal(kept.able, able):
+            try:
+                plans = without_the_lost(kept.plans, question.requests, profiles, able)
+            except PlanError:
+                return False
+            if not keeps(self.cap, question.requests, plans, len(able)):
+                return False
+            ends_s = question.ends_s(plans)
+            wastes_s = max(0.0, ends_s - kept.ends_s) + (1 - np.isin(able, kept.solved_for).mean()) * ends_s
+        if kept.wasted_s + wastes_s > settings.NOW.solving_s * len(plans):
             return False
-        lost = np.setdiff1d(kept.able, able, assume_unique=True)
-        if any(np.count_nonzero(np.isin(plan.device, lost)) > MOST_LOST for plan in kept.plans):
-            return False
-        joined = np.setdiff1d(able, kept.able, assume_unique=True)
-        try:
-            plans = _adapted_together(kept.plans, question.requests, lost, profiles, able)
-        except PlanError:  # no remaining device has the memory for some rectangle
-            return False
-        if self.kind == "packed" and len(joined):
-            critical_plans = question.critical_plans(plans)
-            later = int(
-                np.argmax([plan.makespan_s for plan in critical_plans])
-            )  # the plan that ends last needs help most
-            plans[later] = with_newcomers(plans[later], question.requests[later].shape, joined, profiles)
-            kept.uses += 1
-        if not self._worth_keeping(kept, question.ends_s(plans), used):
-            return False
-        if not keeps(self.cap, question.requests, plans, len(able)):
-            return False
-        kept.plans = plans
-        kept.able = _unchanging(able)
+        kept.plans, kept.able, kept.wastes_s = plans, _unchanging(able), wastes_s
+        if used:
+            kept.wasted_s += wastes_s
         return True
 
-    def _worth_keeping(self, kept: _Cached, ends_s: float, used: bool) -> bool:
-        """Whether the kept plans have wasted less time, including this use, than new ones would cost."""
-        wasted_s = kept.wasted_s + max(0.0, ends_s - kept.ends_s)
-        if used:
-            kept.wasted_s = wasted_s
-        return wasted_s <= SOLVING_S * len(kept.plans)
 
-    def _still_valid(self, kept: _Cached, able: Integers, used: bool) -> bool:
-        if kept.able is not able and not np.array_equal(kept.able, able):
-            return False
-        kept.uses += used and kept.uses > 0
-        return kept.uses <= SETTLED
-
-
-def _adapted_together(
-    plans: list[Plan], requests: Sequence[Request], lost: Integers, profiles: NDArray[np.void], able: Integers
+def without_the_lost(
+    plans: list[Plan], requests: Sequence[Request], profiles: NDArray[np.void], able: Integers
 ) -> list[Plan]:
-    """Each product is helped by its own team and by idle devices; no device helps two of them."""
-    if len(plans) == 1:
-        return [adapted(plans[0], requests[0], lost, profiles, able)]
-    free = np.setdiff1d(able, np.concatenate([plan.device for plan in plans]))
+    """The same plans; the blocks of devices that are gone are shared over those that would finish them soonest."""
+    gone = [~np.isin(plan.device, able) for plan in plans]
+    if not any(lost.any() for lost in gone):
+        return plans
+    if not len(able):
+        raise PlanError("all devices of the plan are gone")
+    busy_s = np.zeros(len(profiles))  # until when each device is busy with its own blocks
+    for plan in plans:
+        used, first = np.unique(plan.device, return_index=True)
+        busy_s[used] += plan.makespan_s if plan.ends_s is None else plan.ends_s[first]
+    busy_s = np.maximum(busy_s - 2 * profiles["latency_s"], 0.0)
     found = []
-    for plan, request in zip(plans, requests, strict=True):
-        helpers = np.union1d(np.intersect1d(plan.device, able), free)
-        found.append(adapted(plan, request, lost, profiles, helpers))
-        free = np.setdiff1d(free, found[-1].device, assume_unique=True)
+    for plan, request, lost in zip(plans, requests, gone, strict=True):
+        if lost.any():
+            shape = request.shape
+            mine = able[able_devices(shape, profiles[able])]
+            queues_s = np.tile(busy_s[mine], (3, 1))
+            boxes, owner, _ = shared(
+                rectangles(plan.boxes[lost], plan.device[lost]),
+                shape.inner,
+                profiles[mine],
+                queues_s,
+                queues_s,
+                plan.makespan_s,
+                settings.NOW.shared_over,
+            )
+            boxes = np.concatenate([plan.boxes[~lost], boxes])
+            plan = made_plan(boxes, np.concatenate([plan.device[~lost], mine[owner]]), shape, profiles)
+            assert plan.ends_s is not None
+            np.maximum.at(busy_s, plan.device, plan.ends_s)  # no device helps two products beyond its time
+        found.append(plan)
     return found
 
 
@@ -321,7 +302,7 @@ def _ends_s(plans: list[Plan]) -> float:
         np.full(len(found[0]), plan.makespan_s) if plan.ends_s is None else plan.ends_s[found[1]]
         for plan, found in zip(plans, first, strict=True)
     ]
-    return float(np.bincount(index, np.concatenate(ends_s), len(devices)).max())
+    return float(np.bincount(index, np.concatenate(ends_s), len(devices)).max(initial=0.0))
 
 
 def without(able: Integers, busy: Integers) -> Integers:
@@ -339,8 +320,7 @@ def _unchanging(able: Integers) -> Integers:
 
 def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
     """Plan each product on its own, over all devices."""
-    idle = np.zeros(len(able))
-    plans = [grid_plan(request.shape, profiles[able], idle) for request in requests]
+    plans = [grid_plan(request.shape, profiles[able]) for request in requests]
     return [replace(plan, device=able[plan.device]) for plan in plans]
 
 
@@ -351,12 +331,12 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
     relaxations = [over_all[request] for request in requests]
     best: list[Plan] = []
     harder = np.ones(len(requests))  # than the relaxed bound: rounding to whole numbers costs each product differently
-    for _ in range(DEALS if 1 < len(requests) <= len(able) else 0):
+    for _ in range(2 if 1 < len(requests) <= len(able) else 0):
         teams = deal(relaxations, harder, len(able))
         if not teams or not all(len(team) for team in teams):
             break
         alone = [Relaxation.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
-        if max(relaxation.span_s for relaxation in alone) > SLACK * sum(
+        if max(relaxation.span_s for relaxation in alone) > settings.NOW.slack * sum(
             relaxation.span_s for relaxation in relaxations
         ):
             break
@@ -365,7 +345,7 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
             break
         best = plans
         ends_s = np.array([plan.makespan_s for plan in plans])
-        if ends_s.max() <= SLACK * ends_s.mean():
+        if ends_s.max() <= settings.NOW.slack * ends_s.mean():
             break  # the plans end close enough together
         harder = harder * ends_s / ends_s.mean()
     return best or [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]
@@ -385,9 +365,12 @@ class Inquiry:
 
     @property
     def takes_long(self) -> bool:
-        """Whether the answer may need a new plan for a large fleet."""
-        return len(self.able) > LARGE and (
-            self.question is None or not self.planner.has_ready(self.question, self.able, self.revised, self.busy)
+        """Whether the answer may need new plans for a large fleet."""
+        question = self.question or self.planner.upcoming
+        return (
+            question is not None
+            and len(self.able) > settings.NOW.large
+            and not self.planner.has_ready(question, self.able, self.revised, self.busy)
         )
 
     def answer(self) -> list[Plan]:

@@ -32,6 +32,11 @@ class Shape:
         return 2 * self.cells * self.inner
 
 
+def whole(shape: Shape) -> Integers:
+    """The box that covers a product's whole output, [1, 6]."""
+    return np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]])
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A product, and how often a slab of each operand will be used while a device keeps it."""
@@ -61,3 +66,11 @@ class Plan:
     chunks: Integers | None = None  # [k]: number of chunks of its operands
     ends_s: NDArray[np.float64] | None = None  # [k]: when its device has finished all its blocks
     firm: bool = False  # each block is sent as soon as there is credit, and to no other device while its own lives
+
+    @property
+    def waits(self) -> bool:
+        """A deferred product that is best computed when the critical ones of the pass are done."""
+        return not len(self.boxes)
+
+
+WAITS = Plan(np.empty((0, 6), np.int64), np.empty(0, np.int64), np.empty((0, 2), np.bool_), 0.0)

@@ -6,7 +6,7 @@ slower, until it gets no more. Whole rows and columns are dealt, so a part may b
 product.
 
 "Able" is a matter of time. If a scenario states no cap, the default applies to the products that are ready at the same
-moment, taken together, and yields where it would make them take more than YIELDS times as long: seven slow phones
+moment, taken together, and yields where it would make them take more than 5% longer: seven slow phones
 beside a fast laptop are not able to do half of its work. A cap that a scenario states applies to each product, and is
 strict: it holds at any cost, as long as there are enough devices (at least 1 / cap) with the memory.
 
@@ -24,17 +24,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
 from ps.planning.cost import Integers, Numbers
 from ps.planning.pipeline import ended_plan
 from ps.planning.plans import Plan, PlanError, Request
-
-DEFAULT = 0.5  # of a product
-YIELDS = 1.05  # times as long, at most, with a cap that is not strict
-TRIES = 12  # each makes plans, and brings a device's part down to near the cap
-HARDER = 0.99  # aim a little below the cap: whole rows and columns are dealt, and this saves a further try
-MANY = 20.0  # times what all others do together: a device that claims more gets nearly all anyway
-LEAST = 0.05  # smallest factor on a rate, per try
-TEAM = 3.0  # times as many devices as the cap needs: they are not equally fast
 
 
 class Solve(Protocol):
@@ -65,7 +58,7 @@ class Cap:
 
 
 NO_CAP = Cap(1.0)
-YIELDING = Cap(DEFAULT)
+YIELDING = Cap(settings.NOW.most_share)
 
 
 def capped(
@@ -86,16 +79,19 @@ def capped(
         return plans
     if yields:
         found = _capped(cap, requests, plans, profiles, len(able), partial(solve, requests, able=able))
-        return found if ends_s(found) <= YIELDS * ends_s(plans) else plans
+        return found if ends_s(found) <= settings.NOW.later * ends_s(plans) else plans
     found = []
     for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+        if plan.waits:
+            found.append(plan)
+            continue
         devices = able if number < len(requests) - beside else _larger(plan.device, able, profiles, cap)
         found += _capped(cap, [request], [plan], profiles, len(able), partial(solve, [request], able=devices))
     return found
 
 
 def keeps(cap: Cap, requests: Sequence[Request], plans: list[Plan], able: int) -> bool:
-    """Whether adapted plans may stay."""
+    """Whether repaired plans may stay."""
     return not cap.strict or cap.share >= 1.0 or able < 2 or not cap.broken(requests, plans, able)
 
 
@@ -110,18 +106,21 @@ def _capped(
     """Plans within the cap; if there are none, those nearest to it: other devices may not have the memory, or there are
     too few rows."""
     best, best_part = plans, np.inf
+    # a claim may be any number: a device counts as at most `able` times as fast as all others together
     slower, most = profiles.copy(), max(cap.share, 1.0 / able)
-    for _ in range(TRIES):
+    for _ in range(12):  # each brings a device's part nearer to the cap
         devices, parts = cap.excess(requests, plans, able)
         largest = float(parts.max(initial=0.0))
         if largest < best_part:
             best, best_part = plans, largest
         if not len(devices):
             break
-        # if parts were proportional to rates, a device slowed by this factor would get exactly its cap
-        factor = HARDER * np.maximum(most * (1 - parts) / (parts * (1 - most)), LEAST)
+        # if parts were proportional to rates, a device slowed by this factor would get a little less than its cap:
+        # whole rows and columns are dealt
+        parts = np.minimum(parts, able / (1 + able))
+        factor = most * (1 - parts) / (parts * (1 - most)) / settings.NOW.slack
         for rate in ("flops", "down_bps", "up_bps"):
-            others = MANY * np.delete(profiles[rate], devices).sum()  # a claim may be any number
+            others = able * np.delete(profiles[rate], devices).sum()
             slower[rate][devices] = np.maximum(1.0, np.minimum(slower[rate][devices], others) * factor)
         try:
             made = solve(slower)
@@ -144,5 +143,5 @@ def _larger(team: Integers, able: Integers, profiles: NDArray[np.void], cap: Cap
     team = np.unique(team)
     others = np.setdiff1d(able, team, assume_unique=True)
     others = others[np.argsort(profiles["down_bps"][others], kind="stable")]
-    more = max(0, int(np.ceil(TEAM / cap.share)) - len(team))
+    more = max(0, int(np.ceil(settings.NOW.cap_team / cap.share)) - len(team))
     return np.sort(np.concatenate([team, others[:more]]))

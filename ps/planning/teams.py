@@ -12,18 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
 from ps.planning.capacity import Areas, CostModel, least_span
 from ps.planning.cost import Integers, Numbers
 from ps.planning.packing import packed
 from ps.planning.pipeline import Cuts, cut_boxes, cuts_within, made_plan, running_cost_models
 from ps.planning.plans import Plan, Request
-from ps.planning.weighted_grid import able_devices
-
-# Using every device for a product costs bytes and messages and saves little: among teams that are modelled to end
-# within this factor of the best, the smallest is taken.
-SLACK = 1.02
-PACKING_LOSS = 0.02  # of the cells: in the relaxed bound, but lost to rectangles
-TEAM_PRECISION = 1e-3  # of T; dealing whole devices is coarser
+from ps.planning.sharing import able_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,7 @@ class Relaxation:
         areas = Areas(cost_models[0], shape.rows, shape.columns)
         span_s = areas.span_s(float(shape.cells))
         # now the size of the rectangles is known
-        wanted = cuts_within(profiles, request, areas, max(SLACK * span_s, until_s))
+        wanted = cuts_within(profiles, request, areas, max(settings.NOW.slack * span_s, until_s))
         if max(wanted.strips.max(), wanted.chunks.max()) > 1:
             cuts = wanted
             cost_models = running_cost_models(profiles, request, cuts)
@@ -62,12 +57,12 @@ class Relaxation:
         return np.minimum(self.areas.within(span_s), float(self.request.shape.cells))
 
     def plan(self, profiles: NDArray[np.void], able: Integers, few: bool) -> Plan:
-        """`few`: use as few devices as end within SLACK of the best."""
+        """`few`: use as few devices as end within the slack of the best."""
         shape, chosen = self.request.shape, np.arange(len(self.index))
         if few:
-            cells = self.within(SLACK * self.span_s)
+            cells = self.within(settings.NOW.slack * self.span_s)
             ranking = np.argsort(-cells, kind="stable")
-            enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * (1 + PACKING_LOSS))) + 1
+            enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * settings.NOW.slack)) + 1
             chosen = np.sort(ranking[:enough])
         cost_models = self.cost_models[0].take(chosen), self.cost_models[1].take(chosen)
         tiling = packed(cost_models, shape.batch, shape.rows, shape.columns)
@@ -78,7 +73,7 @@ class Relaxation:
 
 def deal(relaxations: list[Relaxation], harder: Numbers, count: int) -> list[Integers]:
     """Deal the devices, largest first, always to the product with the largest share missing, until all would end
-    together within SLACK of the best. Returns no teams if one product after another ends sooner."""
+    together within the slack of the best. Returns no teams if one product after another ends sooner."""
     needed = harder * [float(relaxation.request.shape.cells) for relaxation in relaxations]
 
     def cells(span_s: float) -> Numbers:
@@ -93,8 +88,8 @@ def deal(relaxations: list[Relaxation], harder: Numbers, count: int) -> list[Int
 
     if not enough(sum(relaxation.span_s for relaxation in relaxations)):
         return []
-    span_s = least_span(enough, 0.0, max(relaxation.span_s for relaxation in relaxations), TEAM_PRECISION)
-    shares = cells(SLACK * span_s) / (needed * (1 + PACKING_LOSS))[:, None]
+    span_s = least_span(enough, 0.0, max(relaxation.span_s for relaxation in relaxations), settings.NOW.precision)
+    shares = cells(settings.NOW.slack * span_s) / (needed * settings.NOW.slack)[:, None]
     order = np.argsort(-shares.max(axis=0), kind="stable")
     missing = [1.0] * len(relaxations)
     teams: list[list[int]] = [[] for _ in relaxations]

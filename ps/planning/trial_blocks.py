@@ -11,13 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
 from ps.planning.cost import Integers, block_seconds, chunk_length, least_bytes, usable_bytes
 from ps.planning.pipeline import chunks_of, fresh_slabs
 from ps.planning.plans import Plan, Shape
-
-TRIAL_BLOCKS_PER_PLAN = 16  # devices that get a trial block in one product; the others get theirs in the next
-BRIEF = 1 / 16  # of the product's time, by the model of a typical device
-PATIENCE = 0.5  # of the product's time; then others compute the trial block too; waiting until then costs nothing
 
 
 def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devices: Sequence[int]) -> Plan:
@@ -27,17 +24,19 @@ def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devi
     boxes, owner = plan.boxes.copy(), plan.device.copy()
     # A latency is also a claim, and a block may be out for that long. A device whose latency exceeds the time of the
     # product could not contribute anyway.
-    near = [d for d in devices if 2 * profiles["latency_s"][d] <= PATIENCE * plan.makespan_s]
+    near = [d for d in devices if 2 * profiles["latency_s"][d] <= settings.NOW.trial_patience * plan.makespan_s]
     able = [d for d in near if usable_bytes(profiles[d : d + 1])[0] >= least_bytes(shape.inner)]
     trials: list[Integers] = []
     given: list[int] = []
     last = {device: position for position, device in enumerate(owner.tolist())}
     sides = boxes[:, 3] + boxes[:, 5]
     places = iter(sorted(last.values(), key=lambda position: int(sides[position])))  # small slabs first
-    for device in able[:TRIAL_BLOCKS_PER_PLAN]:
+    for device in able[: settings.NOW.trials]:
         for position in places:
             axis = _axis(boxes[position], plan.fresh[position])
-            size = _size(boxes[position], axis, shape, profiles[device : device + 1], BRIEF * plan.makespan_s)
+            size = _size(
+                boxes[position], axis, shape, profiles[device : device + 1], plan.makespan_s / settings.NOW.trials
+            )
             if size:
                 trial = boxes[position].copy()
                 boxes[position, axis + 1] -= size
@@ -78,4 +77,4 @@ def _size(box: Integers, axis: int, shape: Shape, profile: NDArray[np.void], wit
     fit = int(np.searchsorted(seconds, within_s, side="right"))
     if fit:
         return int(sizes[fit - 1])
-    return int(seconds[0] <= within_s * PATIENCE / BRIEF)
+    return int(seconds[0] <= within_s * settings.NOW.trial_patience * settings.NOW.trials)

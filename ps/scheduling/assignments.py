@@ -6,10 +6,12 @@ Handles no events: every method works within the current turn and keeps the prom
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings as planning_settings
 from ps.planning.cost import (
     BYTES,
     Integers,
@@ -22,18 +24,16 @@ from ps.planning.cost import (
     usable_bytes,
 )
 from ps.planning.pipeline import chunks_of, fresh_slabs, rectangles
-from ps.planning.recut import recut
+from ps.planning.sharing import shared
+from ps.scheduling import settings
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines
-from ps.scheduling.deferred_teams import DeferredTeams
 from ps.scheduling.events import JobWaits
 from ps.scheduling.slabs import KeptSlabs
 from ps.scheduling.standing import Standing
-from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, REACTION_S, Device, Job, Orphan, State, Turn
+from ps.scheduling.state import CUT, IN_FLIGHT, NO_QUEUE, PENDING, DeferredTeams, Device, Job, Orphan, State, Turn
 
-RECUT_OVER = 64  # devices, at most, that a lost rectangle is cut over: those that would finish it soonest
-THEFTS_PER_TURN = 32
-NOBODY = "no device is there"
+NO_DEVICE = "no device is there"
 
 
 class Assignments:
@@ -97,7 +97,8 @@ class Assignments:
     ) -> None:
         """Cut rectangles again, over devices that can do them soon."""
         job = self._state.jobs[job_id]
-        made = self.recut(job, boxes, RECUT_OVER, [avoid]) or self.recut(job, boxes, RECUT_OVER, [])
+        most = planning_settings.NOW.shared_over
+        made = self.recut(job, boxes, most, [avoid]) or self.recut(job, boxes, most, [])
         if made is not None:
             pieces, owners, fresh, _ = made
             self.add(job_id, pieces, owners, fresh, turn, loss, [patience_s] * len(owners), first=True)
@@ -108,13 +109,15 @@ class Assignments:
         self._state.orphans += [Orphan(job_id, box[None], loss) for box in boxes]
         if loss:
             self._state.losses[loss] = self._state.losses.get(loss, 0) + len(boxes)
-        turn.out.append(JobWaits(job_id, "none of the devices has the memory" if len(self._standing.able) else NOBODY))
+        turn.out.append(
+            JobWaits(job_id, "none of the devices has the memory" if len(self._standing.able) else NO_DEVICE)
+        )
 
     def recut(
         self, job: Job, boxes: list[Integers], most: int, avoid: list[int]
     ) -> tuple[Integers, Integers, NDArray[np.bool_], Integers] | None:
         """Blocks, devices and fresh slabs of these rectangles cut again, and which rectangle each block is from; None
-        if no device has the memory."""
+        if no device has the memory. `most`: devices per rectangle."""
         able = self._standing.able
         candidates = able[usable_bytes(self._beliefs.profiles[able]) >= least_bytes(job.shape.inner)]
         candidates = candidates[~np.isin(candidates, avoid)]
@@ -131,7 +134,7 @@ class Assignments:
         at_it = {device for device, state in zip(job.device, job.state, strict=True) if state in (PENDING, IN_FLIGHT)}
         ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
         profiles = self._beliefs.profiles[candidates]
-        made, owner, of = recut(boxes, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
+        made, owner, of = shared(boxes, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
         chunks = chunks_of(made, owner, job.shape, profiles)
         return made, candidates[owner], fresh_slabs(made, owner, chunks), of
 
@@ -189,7 +192,9 @@ class Assignments:
             if job.critical:
                 queue, before = record.critical, NO_QUEUE
             free = not before and (first or not (record.critical or record.deferred))
-            if free and self._has_credit(record, size) and (job.firm or record.wants(passage, now_s)):
+            # a device with nothing in flight wants whatever it has credit for; most have one block at a time
+            wants = not record.in_flight or job.firm or (free and record.wants(passage, now_s))
+            if free and wants and self._has_credit(record, size):
                 self._take(record, job_id, block)
                 launched.append(block)
                 continue
@@ -213,7 +218,7 @@ class Assignments:
         """Book this block on the device."""
         job = self._state.jobs[job_id]
         takes_s = record.take((job_id, block), job.size_bytes[block], job.passage[block], self._state.now_s)
-        job.expected_s[block] = takes_s + record.round_trip_s + REACTION_S
+        job.expected_s[block] = takes_s + record.round_trip_s + settings.NOW.reaction_s
 
     def _has_credit(self, record: Device, size_bytes: int) -> bool:
         return (
@@ -240,16 +245,17 @@ class Assignments:
     def feed(self, turn: Turn) -> None:
         """Fill each freed device from its queues; idle devices take work from the longest queue."""
         thefts = 0
+        taken: list[tuple[int, int]] = []
         for device in turn.freed:
             if device in self._standing.suspects:
                 continue
             record = self._state.devices[device]
             if not (record.critical or record.deferred):
                 if not self._state.waiting_total:
-                    return
+                    break
                 if record.in_flight or not record.alive or self._standing.owes_an_answer(device):
                     continue
-                if thefts == THEFTS_PER_TURN or not self._steal(device):
+                if thefts == settings.NOW.per_turn or not self._steal(device):
                     continue
                 thefts += 1
             while queue := record.critical or record.deferred:
@@ -264,7 +270,9 @@ class Assignments:
                 self._state.waiting_total -= 1
                 record.waiting.remove(job.passage[block])
                 self._take(record, job_id, block)
-                self._launch(job_id, job, [block], turn)
+                taken.append((job_id, block))
+        for job_id, run in groupby(taken, key=lambda key: key[0]):  # in order: a device gets its blocks in that order
+            self._launch(job_id, self._state.jobs[job_id], [block for _, block in run], turn)
 
     def _steal(self, thief: int) -> bool:
         """Move the last block of the longest queue to an idle device that would return it sooner."""

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE
 from ps.planning.cost import Integers
+from ps.scheduling import settings
 from ps.scheduling.newcomers import RATES, Newcomers, rates_of, typical_rates
 from ps.scheduling.slowness import Slowness
-
-CORRECTED_EVERY_S = 1.0  # shortest interval between corrections of profiles, which change plans
 
 
 class Beliefs:
@@ -83,7 +82,7 @@ class Beliefs:
     def correct(self, now_s: float) -> None:
         """Let profiles follow what is known by now. A new array if anything changes: plans may hold the old one."""
         changes = set(self.newcomers.take_changes(self.claims))
-        if now_s >= self._corrected_s + CORRECTED_EVERY_S:
+        if now_s >= self._corrected_s + settings.NOW.hitch_s:  # corrections change plans: not too often
             self.slowness.forgive(now_s)
             if slower := self.slowness.take_changes():
                 changes.update(slower)

@@ -9,7 +9,7 @@ fixed timeout: on a host that makes everything late, no device is late.
 Until enough answers are known, the cost model alone sets the deadline: a multiple of the expected time, plus a floor.
 
 A single device cannot define what is normal. Each device's typical lateness is tracked. Blocks of devices that are
-typically later than most are left out, as long as fewer than MOST_OUTLIERS of the devices are like that. Pure: the time
+typically later than most are left out, as long as fewer than a minority of the devices are like that. Pure: the time
 comes with every call.
 """
 
@@ -23,25 +23,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-REMEMBERED = 2048  # blocks per length class
-AGAIN = 512  # new blocks, after which the margin is computed again
-ENOUGH = 128  # answers; below this the cost model alone sets deadlines
-# Cold start. The first blocks of real devices take up to three times the modelled time (imports, caches, a link that
-# opens its window), and pods need up to 0.3 s for the first one. Jitter is not in the model: with 0.5 s of it each way,
-# a floor of 0.5 s made the first step 60% longer through false alarms; a floor of 1 s did not. Each false alarm costs a
-# speculative copy.
-COLD_TIMES = 4.0
-COLD_FLOOR_S = 1.0
-OCTAVES = 2  # a length class spans a factor of two to this power
-QUANTILE = 0.99
-BEYOND = 1.25  # overdue: above this multiple of the quantile
-MOST = 0.75  # this share of the blocks is normal, whatever the others take
-TAIL = 3.0  # overdue: above this multiple of what MOST blocks take; chosen by trial with 10% and 20% of slow devices
-MOST_PATIENCE_S = 1.0  # limit on the extra time for consecutive hitches of the server
-MEMORY = 0.125  # weight of the newest block in a device's typical lateness: it reflects about the last 16 blocks
-OUTLIER = 1.5  # a device is typically late above this multiple of what MOST blocks of the fleet take
-HEARD = 8  # blocks of a device before its typical lateness counts
-MOST_OUTLIERS = 0.25  # of the devices: above this share, suspect the host or the network, and count all blocks
+from ps.scheduling import settings
+
 FRESH = (1.0, 0)  # an unknown device: typical lateness, blocks
 UNKNOWN = -1  # device of blocks that are reported without one
 
@@ -50,7 +33,7 @@ Key = tuple[int, int]  # job, block
 
 class Typical:
     """Each device's typical lateness, as a multiple of what most blocks of the fleet take: a moving average over its
-    latest blocks, each capped at TAIL."""
+    latest blocks, each capped at `tail`."""
 
     def __init__(self) -> None:
         self._score: dict[int, tuple[float, int]] = {}  # device -> average, blocks
@@ -59,14 +42,15 @@ class Typical:
 
     def add(self, devices: Sequence[int], ratios: Sequence[float], most: float) -> None:
         """Add blocks of similar length; most blocks of that length take at most `most` times what is expected."""
-        scores, keep, weight = self._score, 1.0 - MEMORY, MEMORY / most
-        highest = TAIL * most
+        now = settings.NOW
+        scores, keep, weight = self._score, 1.0 - now.memory, now.memory / most
+        highest = now.tail * most
         late, get = self._late, scores.get
         for device, ratio in zip(devices, ratios, strict=True):
             average, blocks = get(device, FRESH)
             average = keep * average + weight * (ratio if ratio < highest else highest)
             scores[device] = average, blocks + 1
-            if average > OUTLIER and blocks >= HEARD:
+            if average > now.outlier and blocks * now.memory >= 1:
                 late.add(device)
                 self._found.add(device)
             elif late:
@@ -86,7 +70,7 @@ class Typical:
             return []
         devices = set(among)
         found = sorted(self._late & devices)
-        return found if len(found) < MOST_OUTLIERS * len(devices) else []
+        return found if len(found) < settings.NOW.minority * len(devices) else []
 
     def forget(self, device: int) -> None:
         self._score.pop(device, None)
@@ -101,8 +85,8 @@ class _Normal:
         self.margin = float("inf")
         self.most = 1.0
         self._typical = typical
-        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
-        self._devices: deque[int] = deque(maxlen=REMEMBERED)
+        self._ratios: deque[float] = deque(maxlen=16 * settings.NOW.enough)
+        self._devices: deque[int] = deque(maxlen=16 * settings.NOW.enough)
         self._fresh = 0
 
     @property
@@ -113,14 +97,15 @@ class _Normal:
         self._ratios.extend(ratios)
         self._devices.extend(devices)
         self._fresh += len(ratios)
-        if self._fresh >= (ENOUGH if self.margin == float("inf") else AGAIN):
+        now = settings.NOW
+        if self._fresh >= (now.enough if self.margin == float("inf") else 4 * now.enough):
             self._fresh = 0
             counted = np.array(self._ratios)
             if outliers := self._typical.outliers(self._devices):
                 counted = counted[~np.isin(np.array(self._devices), outliers)]
-            most, nearly_all = np.quantile(counted, [MOST, QUANTILE]).tolist()
+            most, nearly_all = np.quantile(counted, [now.most, now.quantile]).tolist()
             self.most = max(most, 1e-9)
-            self.margin = max(1.0, BEYOND * min(nearly_all, TAIL * most))
+            self.margin = max(1.0, now.margin * min(nearly_all, now.tail * most))
 
 
 class Deadlines:
@@ -153,7 +138,7 @@ class Deadlines:
         """How long a block with this expected time may take. If even the quickest block so far took several times what
         was expected, the devices are not the cause."""
         if self.cold:
-            return max(1.0, self._quickest) * COLD_TIMES * expected_s + COLD_FLOOR_S
+            return max(1.0, self._quickest) * settings.NOW.far * expected_s + settings.NOW.hitch_s
         return self.margin(expected_s) * expected_s
 
     def postpone(self, keys: Sequence[Key], devices: Sequence[int], until_s: float) -> None:
@@ -180,7 +165,7 @@ class Deadlines:
         """Ratios of actual to expected time of returned blocks, with their expected times and devices."""
         groups: dict[int, tuple[list[float], list[int]]] = {}
         devices = devices if devices is not None else [UNKNOWN] * len(ratios)
-        lengths = (np.frexp(expected_s)[1] // OCTAVES).tolist()
+        lengths = np.frexp(expected_s)[1].tolist()
         if len(set(lengths)) == 1:
             groups[lengths[0]] = list(ratios), list(devices)
         else:
@@ -207,6 +192,20 @@ class Deadlines:
     def next_s(self) -> float:
         return self._heap[0][0] if self._heap else float("inf")
 
+    def drop_answered(self, open_: Callable[[int, Key], bool]) -> None:
+        """Drop the next deadlines of blocks that are no longer open on their device: `next_s` is then that of an open
+        block."""
+        while self._heap:
+            _, number, place, batch = self._heap[0]
+            while place < len(batch) and not open_(batch[place][1], batch[place][2]):
+                place += 1
+            if place == self._heap[0][2]:
+                return
+            if place < len(batch):
+                heapq.heapreplace(self._heap, (batch[place][0], number, place, batch))
+            else:
+                heapq.heappop(self._heap)
+
     def overdue(self, now_s: float, open_: Callable[[int, Key], bool], most: int) -> list[Key]:
         """Blocks past their deadline that are still open on their device, each reported once."""
         found: list[Key] = []
@@ -225,7 +224,8 @@ class Deadlines:
 
 
 def _length(expected_s: float) -> int:
-    return math.frexp(expected_s)[1] // OCTAVES
+    """The length class: a factor of two each."""
+    return math.frexp(expected_s)[1]
 
 
 def after_a_turn_s(free_s: float, woke_s: float, now_s: float) -> float:
@@ -233,4 +233,4 @@ def after_a_turn_s(free_s: float, woke_s: float, now_s: float) -> float:
     during the turn, and the devices that send them, may need as long again. `free_s`: when lateness could last be
     judged. The delay is limited, so a server with no time between its turns still judges."""
     took_s = now_s - woke_s
-    return min(now_s + took_s, free_s + took_s + MOST_PATIENCE_S)
+    return min(now_s + took_s, free_s + took_s + settings.NOW.hitch_s)

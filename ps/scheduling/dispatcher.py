@@ -22,10 +22,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings as planning_settings
 from ps.planning.planner import Inquiry, Planner, Question, ask
-from ps.planning.plans import Level, Plan, PlanError
-from ps.planning.trial_blocks import PATIENCE
-from ps.scheduling.assignments import NOBODY, Assignments
+from ps.planning.plans import Level, Plan, PlanError, whole
+from ps.scheduling import settings
+from ps.scheduling.assignments import NO_DEVICE, Assignments
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines
 from ps.scheduling.events import (
@@ -50,10 +51,8 @@ from ps.scheduling.events import (
 )
 from ps.scheduling.invariants import check, left_behind
 from ps.scheduling.standing import Standing
-from ps.scheduling.state import CUT, DONE, Device, Job, Orphan, State, Turn, whole
+from ps.scheduling.state import CUT, DONE, Device, Job, Orphan, State, Turn
 from ps.scheduling.stragglers import Stragglers
-
-REFUSALS_ALLOWED = 3  # a device that fails more blocks than this gets no more work
 
 
 class Dispatcher:
@@ -74,7 +73,7 @@ class Dispatcher:
         """The question for the planner; None if there is none, or no device to plan for. Planning takes a while: a
         caller with a clock plans first, and tells `handle` when the blocks go out; otherwise all would look late."""
         self._state.now_s = now_s
-        open_ = [new for new in _in_order(event) if new.plan is None]
+        open_ = [new for new in _in_order(self._with_held(event)) if new.plan is None]
         if not open_ or not len(self._standing.able):
             return None
         self._beliefs.correct(self._state.now_s)
@@ -96,7 +95,7 @@ class Dispatcher:
             np.isin(plan.device, able).all() and not np.isin(plan.device, since).any() for plan in plans
         ):
             return event
-        jobs = _in_order(event)
+        jobs = _in_order(self._with_held(event))
         given = iter(
             self._stragglers.with_trial_blocks(_question([new for new in jobs if new.plan is None], event.ahead), plans)
         )
@@ -156,8 +155,11 @@ class Dispatcher:
 
     def _submitted(self, event: JobsSubmitted, turn: Turn) -> None:
         self._state.ahead = event.ahead
+        event, held = self._with_held(event), self._state.held
+        if not event.ahead:
+            self._state.held = []
         for new in event.jobs:
-            if new.job in self._state.jobs:
+            if new.job in self._state.jobs and new.job not in held:
                 raise ValueError(f"job {new.job} was submitted twice")
             firm = new.plan is not None and new.plan.firm
             self._state.jobs[new.job] = Job(new.request, new.critical, new.kept, firm=firm)
@@ -167,15 +169,27 @@ class Dispatcher:
                 self._begin(new.job, new.plan, turn)
         self._plan_together([new for new in event.jobs if new.plan is None], turn)
 
+    def _with_held(self, event: JobsSubmitted) -> JobsSubmitted:
+        """The event, with the deferred products that were held until the last level of the pass if this is the last."""
+        known = {new.job for new in event.jobs}
+        held = [] if event.ahead else [job for job in self._state.held if job not in known]
+        jobs = self._state.jobs
+        again = [Submission(job, jobs[job].request, jobs[job].critical, None, jobs[job].operands) for job in held]
+        return replace(event, jobs=[*event.jobs, *again]) if again else event
+
     def _begin(self, job: int, plan: Plan, turn: Turn) -> None:
+        if plan.waits:
+            self._state.held.append(job)
+            return
         if self._state.ahead and not self._state.jobs[job].critical:
             self._assignments.teams.hold(job, plan.device)
         patience_s = None
         if self._standing.unproven:  # by then other devices have done the rest of the product
-            patient_s = {
-                d: PATIENCE * plan.makespan_s + self._state.devices[d].round_trip_s for d in self._standing.unproven
+            unproven_s = {
+                d: planning_settings.NOW.trial_patience * plan.makespan_s + self._state.devices[d].round_trip_s
+                for d in self._standing.unproven
             }
-            patience_s = [patient_s.get(device, 0.0) for device in plan.device.tolist()]
+            patience_s = [unproven_s.get(device, 0.0) for device in plan.device.tolist()]
         self._assignments.add(job, plan.boxes, plan.device, plan.fresh, turn, patience_s=patience_s)
         if self._standing.suspects and not plan.firm:  # a plan that was given may name them
             named = [device for device in np.unique(plan.device).tolist() if device in self._standing.suspects]
@@ -188,7 +202,7 @@ class Dispatcher:
             return
         try:
             if not len(self._standing.able):
-                raise PlanError(NOBODY)
+                raise PlanError(NO_DEVICE)
             self._beliefs.correct(self._state.now_s)
             question = _question(submissions, self._state.ahead)
             plans = self._plans(question)
@@ -300,7 +314,7 @@ class Dispatcher:
         broken = {
             d: self._state.devices[d].refusals
             for d, _, _ in failed
-            if self._state.devices[d].refusals > REFUSALS_ALLOWED
+            if self._state.devices[d].refusals > settings.NOW.refusals
         }
         turn.out += [
             SuspendDevice(device, f"it failed {refusals} blocks", wrong=False) for device, refusals in broken.items()
@@ -372,8 +386,9 @@ class Dispatcher:
 
     @property
     def next_look_s(self) -> float:
-        """When something may be overdue; infinity if nothing ever will be."""
-        return self._deadlines.next_s
+        """When a block is overdue or a suspect's pause ends; infinity if nothing of that kind will happen."""
+        self._deadlines.drop_answered(self._stragglers.is_open)
+        return min(self._deadlines.next_s, min(self._standing.suspects.values(), default=float("inf")))
 
     @property
     def speculative_copies(self) -> int:

@@ -69,6 +69,10 @@ def _check_device(of: Dispatcher, index: int, record: Device) -> None:
 
 def _check_job(of: Dispatcher, job_id: int, job: Job, where: dict[Key, list[str]]) -> None:
     """Its blocks tile its output, and each is where its state says; they are taken out of `where`."""
+    if job_id in of._state.held:
+        if job.state or not of._state.ahead:
+            raise InvariantBroken(f"job {job_id} is held, and has blocks, or nothing is to come")
+        return
     cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)
     orphans = [orphan.box[0] for orphan in of._state.orphans if orphan.job == job_id]
     counts = [of._stragglers.copies.block_of((job_id, b)) is None for b in range(len(job.state))]
@@ -136,6 +140,7 @@ def left_behind(of: Dispatcher) -> str:
         "deferred": of._assignments.teams.jobs,
         "held for deferred": of._assignments.teams.busy.tolist(),
         "orphans": state.orphans,
+        "held": state.held,
         "waiting": state.waiting_total,
         "losses": state.losses,
         "suspects": [device for device in of._standing.suspects if not state.devices[device].alive],

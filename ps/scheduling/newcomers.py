@@ -6,28 +6,25 @@ it contributed in time. It is never believed more than it claims; once it reache
 other. If it does not deliver what it was believed, it falls back to what it delivered, and grows in smaller steps from
 there. So its work follows from what it did; a claim, however large, only says where growth ends.
 
-"In time": at most IN_TIME times as long as expected, or as is usual at present, on average. Pure.
+"In time": at most `in_time` times as long as expected, on average, or as is usual at present, or as the devices needed
+that are believed already and contributed to the same product: where all take longer than modelled, a newcomer is not to
+blame. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent.protocol.profile import MAX_RATE
+from ps.planning import settings as planning_settings
 from ps.planning.cost import Integers
+from ps.scheduling import settings
 
 RATES = ("flops", "down_bps", "up_bps")
-START = 1 / 16  # of a typical device; the product of its first block makes it grow once
-GROWTH = 4.0  # per product, up to a typical device
-BEYOND = 2.0  # the same beyond that; a laptop 100 times as fast as typical phones is believed after nine products
-IN_TIME = (
-    1.1  # on average over its blocks of a product; with 2.0 a boaster hovered at twice its rate, steps took 45% more
-)
-LEAST_GROWTH = 1.05  # after any number of failures, since devices also get faster; 130 times in a step of 100 products
 LEAST = 1 / MAX_RATE  # of a typical device
 
 Rates = tuple[float, float, float]
@@ -37,7 +34,7 @@ Rates = tuple[float, float, float]
 class Belief:
     typical: Rates  # of a typical device, when this one joined
     times: float  # it is believed at most this multiple of them
-    growth: float = GROWTH
+    growth: float = field(default_factory=lambda: settings.NOW.growth)
 
     def rates(self, told: Rates) -> Rates:
         down, up = (min(told[i], self.times * self.typical[i]) for i in (1, 2))
@@ -48,10 +45,13 @@ class Newcomers:
     def __init__(self) -> None:
         self.beliefs: dict[int, Belief] = {}
         self._answers: dict[int, dict[int, tuple[float, int]]] = {}  # job -> device -> sum of ratios, blocks
+        self._known: dict[int, tuple[float, int]] = {}  # the same of all other devices: job -> sum of ratios, blocks
         self._changed: set[int] = set()
 
-    def begin(self, device: int, typical: Rates, times: float = START) -> None:
-        self.beliefs[device] = Belief(typical, times)
+    def begin(self, device: int, typical: Rates, times: float | None = None) -> None:
+        """`times`: multiple of a typical device that it is believed at first; the product of its first block makes it
+        grow once."""
+        self.beliefs[device] = Belief(typical, times or 1 / planning_settings.NOW.trials)
         self._changed.add(device)
 
     def answered(self, device: int, job: int, ratio: float) -> None:
@@ -60,22 +60,31 @@ class Newcomers:
         total, count = answers.get(device, (0.0, 0))
         answers[device] = total + ratio, count + 1
 
+    def known_answered(self, job: int, ratio: float) -> None:
+        """The same of a device without a belief, for comparison."""
+        total, count = self._known.get(job, (0.0, 0))
+        self._known[job] = total + ratio, count + 1
+
     def finished(self, job: int) -> None:
-        """All blocks of the job were found right: devices that were in time are believed more, the others less."""
+        """All blocks of the job were found right: devices that were in time are believed more, the others less. Both
+        follow what was delivered, or noise alone would take a device's work away bit by bit."""
+        total, count = self._known.pop(job, (0.0, 0))
+        usual = max(1.0, total / count) if count else 1.0
         for device, (total, count) in self._answers.pop(job, {}).items():
-            if total > IN_TIME * count:
-                self.failed(device, total / count)
+            ratio = total / count / usual
+            if ratio > settings.NOW.in_time:
+                self.failed(device, ratio)
             elif (belief := self.beliefs.get(device)) is not None:
-                if belief.times >= 1.0:
-                    belief.growth = min(belief.growth, BEYOND)
-                belief.times *= belief.growth
+                if belief.times >= 1.0:  # beyond a typical device it grows half as fast
+                    belief.growth = min(belief.growth, settings.NOW.growth**0.5)
+                belief.times *= max(belief.growth, 1 / max(ratio, 1 / settings.NOW.growth))
                 self._changed.add(device)
 
     def failed(self, device: int, ratio: float) -> None:
         """It did not deliver what it was believed: it took `ratio` times as long, or another device was faster."""
         if (belief := self.beliefs.get(device)) is not None:
             belief.times = max(LEAST, belief.times / max(1.0, ratio))
-            belief.growth = max(LEAST_GROWTH, belief.growth**0.5)
+            belief.growth = max(planning_settings.NOW.later, belief.growth**0.5)  # devices also get faster
             self._changed.add(device)
 
     def forget(self, device: int) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ps.planning import settings
 from ps.planning.cost import BYTES, Integers
-from ps.planning.pipeline import MOST_STRIPS
 from ps.scheduling.state import Device, Job
 
-RANGES = MOST_STRIPS  # that a device keeps of one operand
+RANGES = settings.NOW.most_strips  # that a device keeps of one operand
 
 
 @dataclass(slots=True)

@@ -9,20 +9,10 @@ Pure.
 
 from __future__ import annotations
 
-import numpy as np
+from statistics import median
 
 from agent.protocol.profile import MAX_RATE
-
-AT_LEAST = 4.0
-FAR = 4.0  # an answer of this many times its expected time corrects a profile, whatever is normal for others, ...
-FAR_S = 0.25  # ... if it is late by more than any hitch of the server
-ANSWERS = 4  # of a device, before they count
-SAME = 1.25  # smaller corrections are ignored
-# A device that is taken to be slow gets little to do, often nothing, and so cannot show that it is not. Its factor is
-# halved each time it has not been heard of for this long. Seen once, on a host overloaded by other programs: 37 of 600
-# devices kept factors of up to 82 over 20 steps. A device that is slow is overtaken again, and taken to be four times
-# slower. The length is not measured: it is longer than a suspicion (5 s) and shorter than a few steps.
-FORGIVEN_S = 15.0
+from ps.scheduling import settings
 
 
 class Slowness:
@@ -31,12 +21,16 @@ class Slowness:
         self._answers: dict[int, list[float]] = {}
         self._far: dict[int, list[float]] = {}
         self._changed: set[int] = set()
+        # Factors in the present profiles, to which answers are compared. Hundreds of answers may come between two
+        # corrections: if each changed the factor that the next one multiplies, one busy moment would make it 10^10.
+        self._believed: dict[int, float] = {}
         self._judged_s: dict[int, tuple[float, float]] = {}  # device -> its factor, and since when
 
     def overtaken(self, device: int, ratio: float) -> None:
         """Another device was faster; `ratio` times the expected time had passed."""
         self._answers.pop(device, None)
-        self._set(device, self.factor.get(device, 1.0) * max(AT_LEAST, ratio))
+        slower = self._believed.get(device, 1.0) * max(settings.NOW.far, ratio)
+        self._set(device, max(slower, self.factor.get(device, 1.0)))
 
     def typically(self, device: int, ratio: float) -> None:
         """It repeatedly takes `ratio` times as long as it should. Ignored if it has a factor: its answers correct
@@ -45,50 +39,53 @@ class Slowness:
             self._set(device, ratio)
 
     def far_behind(self, device: int, ratio: float) -> None:
-        """It took more than FAR times the expected time, and more than FAR_S longer. A device that does all the work
-        alone defines what is normal, so the comparison here is with the model itself."""
+        """It took more than `far` times the expected time, and more than any hitch longer. A device that does all the
+        work alone defines what is normal, so the comparison here is with the model itself."""
         far = self._far.setdefault(device, [])
         far.append(ratio)
-        if len(far) >= ANSWERS:
-            self.typically(device, float(np.median(far)))
+        if len(far) >= settings.NOW.answers:
+            self.typically(device, median(far))
             far.clear()
 
     def answered(self, device: int, ratio: float) -> None:
-        """It took `ratio` times what its factor makes expected. Call only for devices that have a factor."""
+        """It took `ratio` times what its believed factor makes expected. Call only for devices that have a factor."""
         answers = self._answers.setdefault(device, [])
         answers.append(ratio)
-        if len(answers) < ANSWERS:
+        if len(answers) < settings.NOW.answers:
             return
-        typical = float(np.median(answers))
+        typical = median(answers)
         answers.clear()
         self._judged_s.pop(device, None)
-        if 1 / SAME <= typical <= SAME:
+        if 1 / settings.NOW.margin <= typical <= settings.NOW.margin:
             return
-        self._set(device, max(1.0, self.factor[device] * typical))
+        self._set(device, max(1.0, self._believed.get(device, 1.0) * typical))
 
     def _set(self, device: int, factor: float) -> None:
         self.factor[device] = min(MAX_RATE, factor)
         self._changed.add(device)
 
     def forget(self, device: int) -> None:
-        for table in (self.factor, self._answers, self._far, self._judged_s):
+        for table in (self.factor, self._answers, self._far, self._believed, self._judged_s):
             table.pop(device, None)
         self._changed.discard(device)
 
     def forgive(self, now_s: float) -> None:
-        """Give devices that were not heard of for a while another chance."""
+        """Give devices that were not heard of for a while another chance: a device that is taken to be slow gets little
+        to do, often nothing, and so cannot show that it is not. Seen on a host overloaded by other programs: 37 of 600
+        devices kept factors of up to 82 over 20 steps. One that is slow is overtaken again."""
         for device, factor in self.factor.items():
             judged, since_s = self._judged_s.setdefault(device, (factor, now_s))
             if judged != factor:
                 self._judged_s[device] = factor, now_s
-            elif now_s - since_s >= FORGIVEN_S:
+            elif now_s - since_s >= settings.NOW.forgiven_s:
                 self.factor[device] = max(1.0, factor / 2)
                 self._judged_s[device] = self.factor[device], now_s
                 self._changed.add(device)
 
     def take_changes(self) -> dict[int, float]:
-        """Devices whose factor has changed since the last call; 1: as fast as claimed."""
+        """Devices whose factor has changed since the last call; 1: as fast as claimed. Profiles contain them now."""
         changes = {device: self.factor[device] for device in sorted(self._changed)}
+        self._believed |= changes
         self._changed.clear()
         for device, factor in changes.items():
             if factor == 1.0:

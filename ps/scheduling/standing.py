@@ -9,11 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from ps.planning.cost import Integers
+from ps.scheduling import settings
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.state import State
-
-SUSPECTED_S = 5.0  # an overdue device gets nothing new for this long; if it is dead, its connection tells within that
-LONGEST_PAUSE_S = 3600.0  # the pause doubles each time the device is overdue again without an answer in between
 
 
 class Standing:
@@ -72,7 +70,7 @@ class Standing:
         """Give these devices nothing new for a while."""
         for device in devices:
             strikes = self.strikes[device] = self.strikes.get(device, 0) + 1
-            pause_s = min(LONGEST_PAUSE_S, SUSPECTED_S * 2.0 ** min(strikes - 1, 60))
+            pause_s = min(settings.NOW.longest_pause_s, settings.NOW.suspected_s * 2.0 ** min(strikes - 1, 60))
             self.suspects[device] = self._state.now_s + pause_s
             self.unproven.pop(device, None)
         self.able = self.able[~np.isin(self.able, devices)]

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ps.planning import settings as planning_settings
 from ps.planning.cost import Integers, Passage, QueueTimes, after
 from ps.planning.plans import Level, Request, Shape
+from ps.scheduling import settings
 from ps.scheduling.events import CancelBlocks, Instruction, SendBlocks, Work
 
-REACTION_S = 0.01  # the server's clock tick, and how long answers are held back to be handled together
-AHEAD_S = 0.5  # a device may always have this much work ahead, whatever the cost model says it needs
-UNSURE = 1.25  # margin: an answer may take this multiple of its modelled time
 IDLE = (0.0, 0.0, 0.0)
 PENDING, IN_FLIGHT, DONE, CUT = range(4)
+NO_DEVICES: Integers = np.empty(0, np.int64)
 
 Key = tuple[int, int]  # job, block
 
@@ -130,10 +130,12 @@ class Device:
         if not self.in_flight:
             return True
         model_s = self.model_s(now_s)
-        if self.free.up_s - model_s < AHEAD_S:
+        now, ahead_s = settings.NOW, planning_settings.NOW.long_s
+        if self.free.up_s - model_s < ahead_s:
             return True
         answer_s = next(iter(self.in_flight.values())) - model_s
-        return self.free.dry_s(passage) - model_s < max(AHEAD_S, UNSURE * answer_s + self.round_trip_s + REACTION_S)
+        wait_s = now.margin * answer_s + self.round_trip_s + now.reaction_s
+        return self.free.dry_s(passage) - model_s < max(ahead_s, wait_s)
 
     @property
     def idle(self) -> bool:
@@ -161,6 +163,7 @@ class State:
     ahead: tuple[Level, ...] = ()  # levels still to be submitted before the pass ends
     losses: dict[int, int] = field(default_factory=dict)  # loss of devices -> blocks still to be recomputed
     orphans: list[Orphan] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # deferred jobs without blocks until the last level of the pass
 
     def not_waiting(self, device: int) -> None:
         """Nothing is queued for this device any more."""
@@ -204,6 +207,35 @@ class Turn:
         self.cancel.blocks.append(block)
 
 
-def whole(shape: Shape) -> Integers:
-    """The rectangle that covers a product's whole output."""
-    return np.array([[0, shape.batch, 0, shape.rows, 0, shape.columns]])
+class DeferredTeams:
+    """Devices that are held for deferred products, so that critical products leave them alone until these end."""
+
+    def __init__(self) -> None:
+        self.busy = NO_DEVICES  # all devices that are held, each once
+        self._of: dict[int, Integers] = {}  # deferred jobs -> their devices
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    @property
+    def jobs(self) -> list[int]:
+        """Deferred jobs for which devices are held."""
+        return list(self._of)
+
+    def hold(self, job: int, devices: Integers) -> None:
+        """Keep these devices for this deferred job until it ends."""
+        self._of[job] = devices
+        self.busy = np.union1d(self.busy, devices)
+
+    def end(self, job: int) -> None:
+        if self._of.pop(job, None) is not None:
+            self._count()
+
+    def left(self, devices: list[int]) -> None:
+        """Their ids may be reused."""
+        if np.isin(self.busy, devices).any():
+            self._of = {job: team[~np.isin(team, devices)] for job, team in self._of.items()}
+            self._count()
+
+    def _count(self) -> None:
+        self.busy = np.unique(np.concatenate(list(self._of.values()) or [NO_DEVICES]))

@@ -15,26 +15,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from ps.planning import settings as planning_settings
 from ps.planning.planner import Question
 from ps.planning.plans import Plan
 from ps.planning.trial_blocks import with_trial_blocks
+from ps.scheduling import settings
 from ps.scheduling.assignments import Assignments
 from ps.scheduling.beliefs import Beliefs
 from ps.scheduling.deadlines import Deadlines
 from ps.scheduling.events import NameStragglers
-from ps.scheduling.slowness import FAR, FAR_S
 from ps.scheduling.speculation import SpeculativeCopies
 from ps.scheduling.standing import Standing
 from ps.scheduling.state import CUT, Key, State, Turn
-
-LATE_PER_TURN = 32  # overdue blocks that get a speculative copy, per turn
-FEW = 4  # devices: if more are late at once, the cause may lie between them and the server, and they get GRACE_S
-GRACE_S = 0.05  # about as long as a busy host's hitches; chosen by trial, as FEW was
-GRACE_AGAIN_S = 1.0  # shortest interval between grace periods
-COPIED_OVER = 16  # devices, at most, that an overdue block is cut over
-COPIED_FOR_S = 1.0  # at least; after this, or twice the time since it was sent, a late block makes room for its copy
-MOST_SUSPECTS = 0.25  # of the fleet: above this share, suspect the server or the network, not the devices
-MOST_SILENT = 0.5  # of the fleet: above this share, devices that have never answered are suspected only the second time
 
 
 class Stragglers:
@@ -49,17 +41,20 @@ class Stragglers:
         self._answered = False  # any block of any device, ever
         self._said_alone = False  # it was reported that no device answers, and none has since
         self._named: set[int] = set()  # devices that were reported as not answering
-        self._graced_s = -float("inf")  # start of the latest grace period
 
     def answered(self, device: int, job_id: int, ratio: float, expected_s: float) -> None:
         """A good answer: it took `ratio` times as long as expected."""
-        slowness, growing = self._beliefs.slowness, self._beliefs.newcomers.beliefs
+        slowness, growing, now = self._beliefs.slowness, self._beliefs.newcomers.beliefs, settings.NOW
         if device in slowness.factor:
             slowness.answered(device, ratio)
-        elif ratio > FAR and device not in growing and (ratio - 1.0) * expected_s > FAR_S:
+        elif ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s:
             slowness.far_behind(device, ratio)
-        if growing and device in growing:
-            self._beliefs.newcomers.answered(device, job_id, ratio / self._deadlines.usual(expected_s))
+        if growing:
+            newcomers, relative = self._beliefs.newcomers, ratio / self._deadlines.usual(expected_s)
+            if device in growing:
+                newcomers.answered(device, job_id, relative)
+            else:
+                newcomers.known_answered(job_id, relative)
         self._standing.answered(device)
         self._state.devices[device].worked = self._answered = True
         self._said_alone = False
@@ -76,18 +71,20 @@ class Stragglers:
         for device in devices:
             self._deadlines.typical.forget(device)
 
+    def is_open(self, device: int, key: Key) -> bool:
+        """Whether this block is in flight on the device."""
+        return key in self._state.devices[device].in_flight
+
     def help_the_late(self, turn: Turn) -> None:
         """Suspect devices with an overdue block: all that they were sent also gets speculative copies, and what still
         waits for them moves to other devices."""
         turn.freed.update(dict.fromkeys(self._standing.end_pauses()))  # a firm plan's blocks may wait for them
-        late = self._deadlines.overdue(
-            self._state.now_s, lambda device, key: key in self._state.devices[device].in_flight, LATE_PER_TURN
-        )
+        late = self._deadlines.overdue(self._state.now_s, self.is_open, settings.NOW.per_turn)
         for key in late:
             if key in self.copies:  # its copy began long ago; the pieces may wait for room that it takes
                 self._pieces_win(*key, turn)
         late = [key for key in late if key not in self.copies and self._state.in_flight(key)]
-        late = self._graced(self._cold(late, turn) if self._deadlines.cold else late)
+        late = self._cold(late, turn) if self._deadlines.cold else late
         owners = [self._state.owner(key) for key in late]
         suspects: list[int] = []
         for device in dict.fromkeys(owners):
@@ -129,35 +126,17 @@ class Stragglers:
                 judged.append((job_id, block))
         return judged
 
-    def _graced(self, late: list[Key]) -> list[Key]:
-        """`late` without the blocks that get a grace period. Devices that have never answered, or not since they were
-        last suspected, get none and do not start one."""
-        owners = [self._state.owner(key) for key in late]
-        sound = [self._state.devices[device].worked and device not in self._standing.strikes for device in owners]
-        if not late:
-            return []
-        if len({d for d, heard in zip(owners, sound, strict=True) if heard}) > FEW and (
-            self._state.now_s > self._graced_s + GRACE_AGAIN_S
-        ):
-            self._graced_s = self._state.now_s
-        if self._state.now_s >= self._graced_s + GRACE_S:
-            return late
-        waits = [key for key, heard in zip(late, sound, strict=True) if heard]
-        of = [device for device, heard in zip(owners, sound, strict=True) if heard]
-        self._deadlines.postpone(waits, of, self._graced_s + GRACE_S)
-        return [key for key, heard in zip(late, sound, strict=True) if not heard]
-
     def _suspicious(self, device: int, suspects: int) -> bool:
         """Whether a late device becomes a suspect, given the number of suspects. If many are late at once, the cause
         may be the host or the network. But a device that has never answered, while others have, is suspected even then:
-        at once up to MOST_SILENT of the fleet, and always when it happens again."""
+        at once up to half of the fleet, and always when it happens again."""
         fleet = self._standing.living
         silent = self._answered and not self._state.devices[device].worked
-        if device in self._standing.strikes or (silent and suspects < MOST_SILENT * fleet):
+        if device in self._standing.strikes or (silent and suspects < settings.NOW.most_silent * fleet):
             return True
         if silent:
             self._standing.strikes.setdefault(device, 0)
-        return suspects < MOST_SUSPECTS * (fleet - suspects)
+        return suspects < settings.NOW.minority * (fleet - suspects)
 
     def _name(self, late: list[Key], suspects: list[int], turn: Turn, alone: bool = False) -> None:
         """Report devices that are alive and do not answer. `alone`: no other device can take their blocks."""
@@ -212,10 +191,14 @@ class Stragglers:
             if (earlier := self.copies.block_of((job_id, block))) is not None:
                 self._pieces_win(job_id, earlier, turn)  # a piece of its copy is overdue as well: drop the original
         devices = [job.device[block] for block in late]
-        made = self._assignments.recut(job, [job.boxes[block] for block in late], COPIED_OVER, avoid=devices)
+        most = planning_settings.NOW.most_pieces  # copies over more devices cost more work than they save
+        made = self._assignments.recut(job, [job.boxes[block] for block in late], most, avoid=devices)
         if made is None and len(set(devices)) > 1:  # all are late: copy to each other
-            for block in late:
-                self._copy(job_id, [block], turn)
+            of_device: dict[int, list[int]] = {}
+            for block, device in zip(late, devices, strict=True):
+                of_device.setdefault(device, []).append(block)
+            for blocks in of_device.values():
+                self._copy(job_id, blocks, turn)
             return
         expected_s = [job.expected_s[block] for block in late]
         others = [device for device in (*self._standing.unproven, *self._standing.suspects) if device not in devices]
@@ -235,7 +218,7 @@ class Stragglers:
         begins = first + np.searchsorted(of, np.arange(len(late) + 1))
         for block, begin, end in zip(late, begins[:-1].tolist(), begins[1:].tolist(), strict=True):
             self.copies.begin((job_id, block), list(range(begin, end)))
-            again_s = self._state.now_s + max(COPIED_FOR_S, 2 * (self._state.now_s - job.sent_s[block]))
+            again_s = self._state.now_s + max(settings.NOW.hitch_s, 2 * (self._state.now_s - job.sent_s[block]))
             self._deadlines.postpone([(job_id, block)], [job.device[block]], again_s)
 
     def decided(self, job_id: int, block: int, turn: Turn) -> None:

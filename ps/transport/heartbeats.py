@@ -36,7 +36,7 @@ class Heartbeats:
 
     def beat(self, heard: bool) -> None:
         """Send a heartbeat to every peer, and lose those that are gone or silent. `heard`: everything that has arrived
-        was read; otherwise nobody counts as silent. Silence is counted in heartbeats, not in seconds: after this
+        was read; otherwise no peer counts as silent. Silence is counted in heartbeats, not in seconds: after this
         process was stopped or the machine slept, messages may still be on their way. A peer is not silent while bytes
         of a long message arrive."""
         self._standings.retry()

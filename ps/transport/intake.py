@@ -5,20 +5,15 @@ Planning for a large fleet takes seconds, so it has a thread of its own; product
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 
-from ps.outside import Bell
-from ps.planning.planner import Inquiry
-from ps.planning.plans import Level, Plan
+from ps.outside import Background, Bell
+from ps.planning.plans import Level
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import JobsSubmitted, Submission
 from ps.transport.checking import Checking
 from ps.transport.jobs import Live, Product
-
-END_S = 5.0
 
 
 class Requests:
@@ -46,50 +41,6 @@ class Requests:
         self.bell.close()
 
 
-class PlanningThread:
-    """Makes plans one after another in its own thread, and hands them to the server's thread."""
-
-    def __init__(self, hand_back: Callable[[Callable[[], None]], None]) -> None:
-        """`hand_back`: makes the server's thread call a function soon."""
-        self.busy = 0  # inquiries not handed back yet; counted by the server's thread alone
-        self._hand_back = hand_back
-        self._inquiries: SimpleQueue[tuple[Inquiry, Callable[[list[Plan]], None]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None  # started on first use
-
-    def ask(self, inquiry: Inquiry, then: Callable[[list[Plan]], None]) -> None:
-        self.busy += 1
-        self._inquiries.put((inquiry, then))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="planning", daemon=True)
-            self._thread.start()
-
-    def _work(self) -> None:
-        while (asked := self._inquiries.get()) is not None:
-            inquiry, then = asked
-            try:
-                plans = inquiry.answer()
-            except BaseException as error:
-                self._hand_back(lambda error=error: _raise(error))  # type: ignore[misc]
-                return
-            self._hand_back(lambda plans=plans, then=then: self._done(plans, then))  # type: ignore[misc]
-
-    def _done(self, plans: list[Plan], then: Callable[[list[Plan]], None]) -> None:
-        self.busy -= 1
-        then(plans)
-
-    def end(self) -> None:
-        """Start no further inquiry; the server ends."""
-        if self._thread is not None:
-            while not self._inquiries.empty():
-                self._inquiries.get()
-            self._inquiries.put(None)
-            self._thread.join(END_S)  # a long solve ends with the process
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
 class Intake:
     """Numbers, plans and begins submitted products."""
 
@@ -97,12 +48,13 @@ class Intake:
         self,
         jobs: dict[int, Live],
         dispatcher: Dispatcher,
-        planning: PlanningThread,
+        planning: Background,
         checking: Checking | None,
         tell: Callable[[JobsSubmitted], None],
         now_s: Callable[[], float],
     ) -> None:
-        """`checking`: None if products are not verified. `now_s`: the dispatcher's time."""
+        """`planning`: makes plans that take long. `checking`: None if products are not verified. `now_s`: the
+        dispatcher's time."""
         self._jobs, self._dispatcher, self._planning, self._checking = jobs, dispatcher, planning, checking
         self._tell, self._now_s = tell, now_s
         self._waiting: deque[tuple[Sequence[Product], tuple[Level, ...]]] = deque()  # while plans are being made
@@ -121,8 +73,8 @@ class Intake:
         inquiry = self._dispatcher.inquire(submitted, self._now_s())
         if inquiry is not None and inquiry.takes_long:
             asked = inquiry
-            self._planning.ask(
-                asked, lambda plans: self._go(numbered, self._dispatcher.with_plans(submitted, asked, plans))
+            self._planning.do(
+                asked.answer, lambda plans: self._go(numbered, self._dispatcher.with_plans(submitted, asked, plans))
             )
         elif inquiry is not None:
             self._go(numbered, self._dispatcher.with_plans(submitted, inquiry, inquiry.answer()))
@@ -133,10 +85,12 @@ class Intake:
         self._jobs.update((job, Live(product)) for job, product in numbered.items())
         self._tell(planned)
         if self._checking is not None:
-            self._checking.prepare((new.job, new.plan.boxes) for new in planned.jobs if new.plan is not None)
+            self._checking.prepare(
+                (new.job, new.plan.boxes) for new in planned.jobs if new.plan is not None and not new.plan.waits
+            )
         ahead = self._dispatcher.inquire_ahead(self._now_s())
         if ahead is not None and ahead.takes_long:
-            self._planning.ask(ahead, lambda _: self._begin_waiting())
+            self._planning.do(ahead.answer, lambda _: self._begin_waiting())
             return
         if ahead is not None:
             ahead.answer()

@@ -57,7 +57,7 @@ class Live:
     boxes: dict[int, Box] = field(default_factory=dict)  # of the blocks that were sent, by number
     glance: Glance | None = None  # for the check, once it is computed
     expected: Expectation | None = None  # the same in patches, where needed
-    drawn: bool = False  # whether to sketch it was drawn at random
+    drawn: bool | None = None  # whether to sketch it: drawn at random when it begins
     checked: bool = False  # its blocks were checked, and some were wrong
     holders: set[bytes] = field(default_factory=set)  # connections that have pieces of it
     _sent_ns: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -89,6 +89,7 @@ class Totals:
     checked_blocks: int = 0
     wrong_blocks: int = 0
     check_s: float = 0.0  # time of the server's thread spent on checking
+    check_background_s: float = 0.0  # the same outside its thread
     busy_s: float = 0.0  # all its time but waiting
     longest_turn_s: float = 0.0  # of its loop: an answer may wait this long
     dropped_messages: int = 0

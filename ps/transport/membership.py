@@ -87,6 +87,7 @@ class Membership:
             caller.key,
             caller.of_the_run,
             float(profiles["down_bps"].max()),
+            int(profiles["memory_bytes"].min()),
             caller.line,
             who=who,
             descriptor=connection,

@@ -97,8 +97,8 @@ def parcels(
 ) -> Iterator[Parcel]:
     """Messages that bring these blocks to one connection; `held` learns the new pieces as they are made.
 
-    `shared`: slabs are joined into larger pieces for the devices of the connection. A single device gets each slab as a
-    piece of its own, so that it can be released alone.
+    `shared`: many devices share the connection and its pieces, so a slab counts for every block. A single device is
+    charged what it does not have yet. Slabs that touch become one piece of a message: its blocks are then one product.
     `generous`: a small operand is sent whole if many parts of it are wanted, which costs less than packing the parts.
     `message_bytes`: blocks share a message up to about this size. A message counts as arrived only when all of it has,
     so a device computes the blocks of one message while the next is on its way."""
@@ -123,7 +123,7 @@ def parcels(
         )
         missing = [w[locate(w, held[side].ranges) < 0] for side, w in enumerate(wanted)]
         fresh = [
-            [operand.all] if generous and operand.mostly(ranges) else merged(ranges) if shared else _distinct(ranges)
+            [operand.all] if generous and operand.mostly(ranges) else merged(ranges)
             for operand, ranges in zip(operands, missing, strict=True)
         ]
         if len(fresh[0]) + len(fresh[1]) > MESSAGE_PIECES and len(part) > 1:
@@ -148,10 +148,6 @@ def parcels(
             table[f"{name}_batch"] = wanted[side][:, 0] - start[:, 0]
             table[f"{name}_outer"] = wanted[side][:, 2] - start[:, 2]
         yield Parcel(np.array(pieces, dtype=PIECE), table, data)
-
-
-def _distinct(wanted: Integers) -> list[Range]:
-    return list(dict.fromkeys(map(_range, wanted.tolist())))
 
 
 def _range(row: list[int]) -> Range:
@@ -239,8 +235,9 @@ def locate(wanted: Integers, ranges: list[Range]) -> Integers:
 def merged(wanted: Integers) -> list[Range]:
     """Ranges that contain all wanted ones and nothing else: ranges that overlap or touch are joined, first along the
     rows of a batch entry, then along the batch among ranges with the same rows."""
-    ranges = set(map(_range, wanted.tolist()))
-    by_rows = _joined(sorted((b0, b1, lo, hi) for b0, b1, lo, hi in ranges))
+    same = np.all(wanted[1:] == wanted[:-1], axis=1)  # neighbours share a slab: most rows repeat the one before
+    ranges = set(map(_range, wanted[np.concatenate([[True], ~same])].tolist())) if len(wanted) else set()
+    by_rows = _joined(sorted(ranges))
     by_batch = _joined(sorted((lo, hi, b0, b1) for b0, b1, lo, hi in by_rows))
     return [(b0, b1, lo, hi) for lo, hi, b0, b1 in by_batch]
 

@@ -21,6 +21,9 @@ NO_DEVICE = 2**32 - 1  # no device has this number
 # Blocks for a single device share a message that takes at most this long on the device's line: the device begins to
 # compute at most this much later. A message costs the server and the device about 0.2 ms, whatever is in it.
 BUNDLE_S = 0.005
+# ... and takes at most this share of the device's memory. Pieces are released whole: a piece is held until the last
+# block of its message is answered, longer than the dispatcher counts it. Agents accept a quarter more than they lend.
+BUNDLE_SHARE = 1 / 16
 MOST_CANCELLED = 32  # blocks per device of a connection that does not read, until it is ended
 
 
@@ -33,6 +36,7 @@ class Peer:
     key: str = ""  # public key of an encrypted connection; empty: a plain one, from this machine
     of_the_run: bool = False  # a pod started by this run: its stamps count, and it may bring many devices
     down_bps: float = MAX_RATE  # of its line, as its devices claim when they join
+    memory_bytes: int = 1 << 62  # of its smallest device, likewise
     line: int = 0  # the number of its connection; a message that came over another one is not its own
     allowance: Allowance = field(default_factory=Allowance)  # what it may send, unless it is of the run
     who: str = ""  # the device identity that its standing belongs to; empty: a pod of the run
@@ -69,7 +73,7 @@ class Peer:
         """Operands that a message to this connection may have."""
         if self.many:
             return MESSAGE_BYTES
-        return int(min(MESSAGE_BYTES, BUNDLE_S * self.down_bps / 8)) + 1
+        return int(min(MESSAGE_BYTES, BUNDLE_S * self.down_bps / 8, BUNDLE_SHARE * self.memory_bytes)) + 1
 
     def held(self, job: int, operands: tuple[int, int], kept: int) -> tuple[Held, Held]:
         """The pieces that this connection holds of a job's left and right operand. `kept`: see Job.kept in

@@ -7,8 +7,8 @@ before anything changes, then writes the answers that count into their products.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,11 +48,14 @@ from ps.transport.shipping import Shipping
 
 MESSAGES_PER_TURN = 256  # then the rest of the loop gets its turn
 ANSWERS_PER_TURN = 2048  # blocks, roughly; one message of a pod may have the answers of many devices
+BYTES_PER_TURN = 8 << 20  # likewise: they are copied into their products, in about 5 ms
 SENT_AWAY = 1024  # connections; each is cut within a second, and no more than a few hundred are open at a time
 COMPLAINTS = 1000  # connections whose invalid messages are reported, once each
 NOTHING = memoryview(bytes(MAX_PROBE_BYTES))  # what probes are answered with; the same for all
 
 Cells = NDArray[np.float32]
+# Job (None: it is finished), cells of the message (in parts only if they are one block's), this block's first cell, box
+Place = tuple[Live | None, Sequence[Cells], int, Box]
 
 
 class Receiving:
@@ -79,13 +82,13 @@ class Receiving:
         self._peers, self._shipping, self._membership, self._totals = peers, shipping, membership, totals
         self._answered, self._bundle, self._say = answered, bundle, say
         self._results: list[tuple[Peer, Result]] = []  # of this read
-        self._read_answers = 0  # blocks in them
+        self._read_answers = self._read_bytes = 0  # blocks in them, and bytes of their cells
         self._complained: set[bytes] = set()
         self._sent_away: OrderedDict[bytes, None] = OrderedDict()
 
     def read(self) -> bool:
         """Read what has arrived, up to the budget. True if nothing is left."""
-        self._read_answers = 0
+        self._read_answers = self._read_bytes = 0
         try:
             for _ in range(MESSAGES_PER_TURN):
                 try:
@@ -93,7 +96,7 @@ class Receiving:
                 except zmq.Again:
                     return True
                 self._receive(frames[0].bytes, frames)
-                if self._read_answers >= ANSWERS_PER_TURN:
+                if self._read_answers >= ANSWERS_PER_TURN or self._read_bytes >= BYTES_PER_TURN:
                     break
             return False
         finally:
@@ -121,7 +124,7 @@ class Receiving:
             self._receive_first(identity, frames)
             return
         caller = self._admission.caller(frames[0])
-        if caller is None or caller.line != peer.line:  # somebody has taken its name
+        if caller is None or caller.line != peer.line:  # another connection has taken its name
             self._take_answers()
             self._membership.lose(peer, "its connection is gone")
             self._send_away(identity, descriptor(frames[0]))
@@ -134,6 +137,7 @@ class Receiving:
                     raise WireError("more answers than it was given blocks")
                 self._results.append((peer, message))
                 self._read_answers += len(message.answers)
+                self._read_bytes += BYTES * int(message.answers["cells"].sum())
                 return
             if not peer.of_the_run and not peer.allowance.spoke():
                 raise WireError("more messages than a device has to say")
@@ -264,7 +268,7 @@ class Answers:
     good: BlocksReturned = field(default_factory=lambda: BlocksReturned([], [], []))
     bad: BlocksFailed = field(default_factory=lambda: BlocksFailed([], [], []))
     answered: list[tuple[Peer, int, int]] = field(default_factory=list)  # of connections with one device
-    places: list[tuple[Live | None, list[Cells], Box]] = field(default_factory=list)  # of the good ones
+    places: list[Place] = field(default_factory=list)  # of the good ones
 
     @classmethod
     def of(cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live], received_ns: int) -> Answers:
@@ -274,7 +278,6 @@ class Answers:
         for peer, message in batch:
             cells, start, table, ids = _cells(message), 0, message.answers, peer.ids
             alone = not peer.many
-            joined = cells[0] if cells and len(table) > 1 else None
             columns = (table[name].tolist() for name in ("device", "job", "block", "status", "cells"))
             for index, job, block, status, size in zip(*columns, strict=True):
                 if index >= len(ids):
@@ -289,7 +292,7 @@ class Answers:
                         raise WireError(
                             f"an answer to block {block} of job {job} has {size} cells, which is not its size"
                         )
-                    places.append((live, cells if joined is None else [joined[start : start + size]], box))
+                    places.append((live, cells, start, box))
                 else:
                     event = bad
                 event.devices.append(ids[index])
@@ -300,20 +303,13 @@ class Answers:
 
     def accept(self, positions: list[int], totals: Totals, records: Records) -> None:
         """Write those of the good answers that count into their products and into the records."""
-        places, cells_by_inner = self.places, Counter[int]()
-        for position in positions:
-            live, cells, (b, bs, r, rs, c, cs) = places[position]
+        for place, blocks, below in _runs(self.places, positions):
+            live, _, _, (_, batches, _, rows, _, columns) = place
             assert live is not None
-            product = live.product
-            target = product.out[b : b + bs, r : r + rs, c : c + cs]
-            if len(cells) == 1:
-                target[...] = cells[0].reshape(bs, rs, cs)
-            else:
-                fill(target, cells)
-            cells_by_inner[product.shape.inner] += bs * rs * cs
-        for inner, count in cells_by_inner.items():
-            totals.flops += 2 * count * inner
-            totals.result_bytes += BYTES * count
+            _write(live.product.out, place, blocks, below)
+            cells = blocks * batches * rows * columns
+            totals.flops += 2 * cells * live.product.shape.inner
+            totals.result_bytes += BYTES * cells
         totals.blocks += len(positions)
         whole = len(positions) == sum(len(message.answers) for _, message in self.batch)
         good = self.good
@@ -323,6 +319,42 @@ class Answers:
                 records.answered(message.answers, peer.ids, self.received_ns, counted, message.stamp_ns)
             else:  # its times are claims, and the verdict is not built on claims
                 records.answered(message.answers, peer.ids, self.received_ns, counted, due_counts=False)
+
+
+def _runs(places: Sequence[Place], positions: Sequence[int]) -> Iterator[tuple[Place, int, bool]]:
+    """Answers in order, in runs that one write puts into the output: the place of the first, how many blocks, and
+    whether these lie below each other or beside each other. Answers of a message are often such neighbours."""
+    at = 0
+    while at < len(positions):
+        first = live, cells, start, (b, bs, r, rs, c, cs) = places[positions[at]]
+        count, size, below = 1, bs * rs * cs, True
+        most = len(positions) - at if bs == 1 and len(cells) == 1 else 1
+
+        def continues(box: Box) -> bool:
+            other, message, begin, found = places[positions[at + count]]  # noqa: B023
+            return other is live and message is cells and begin == start + count * size and found == box  # noqa: B023
+
+        while count < most and continues([b, 1, r + count * rs, rs, c, cs]):
+            count += 1
+        if count == 1:
+            while count < most and continues([b, 1, r, rs, c + count * cs, cs]):
+                count, below = count + 1, False
+        yield first, count, below
+        at += count
+
+
+def _write(out: Cells, place: Place, blocks: int, below: bool) -> None:
+    """Write a run of blocks of one size."""
+    _, cells, start, (b, bs, r, rs, c, cs) = place
+    if len(cells) > 1:
+        fill(out[b : b + bs, r : r + rs, c : c + cs], cells)
+        return
+    values = cells[0][start : start + blocks * bs * rs * cs]
+    if below:
+        out[b : b + bs, r : r + blocks * rs, c : c + cs] = values.reshape(bs, blocks * rs, cs)
+    else:
+        target = out[b, r : r + rs, c : c + blocks * cs].reshape(rs, blocks, cs, copy=False)
+        target[...] = values.reshape(blocks, rs, cs).transpose(1, 0, 2)
 
 
 def _cells(message: Result) -> list[Cells]:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from ps.planning.cost import Integers
 from ps.planning.plans import Shape
 
+Stamps = int | NDArray[np.uint64]  # of all answers of a message, or of each
+
 
 @dataclass(slots=True)
 class Loss:
@@ -27,7 +29,7 @@ class Loss:
 class Records:
     def __init__(self) -> None:
         # answers of one message, with device ids; when they were received; when they left the pod, 0 if not stated
-        self._answers: list[tuple[NDArray[np.void], int, int]] = []
+        self._answers: list[tuple[NDArray[np.void], Stamps, Stamps]] = []
         self.losses: dict[int, Loss] = {}
         self._resending: list[Loss] = []
         self._jobs: dict[int, tuple[str, int, int, Integers, NDArray[np.uint64]]] = {}
@@ -56,7 +58,7 @@ class Records:
             answers = answers[kept]
         self.counted(answers, received_ns, left_ns)
 
-    def counted(self, answers: NDArray[np.void], received_ns: int, left_ns: int = 0) -> None:
+    def counted(self, answers: NDArray[np.void], received_ns: Stamps, left_ns: Stamps = 0) -> None:
         """Answers that count, with device ids."""
         if not len(answers):
             return  # or a hostile device could fill the server's memory
@@ -89,9 +91,8 @@ class Records:
         if not self._answers:
             return {}
         answers = np.concatenate([a for a, _, _ in self._answers])
-        lengths = [len(a) for a, _, _ in self._answers]
-        received_ns = np.repeat(np.array([at for _, at, _ in self._answers], np.uint64), lengths)
-        left_ns = np.repeat(np.array([at for _, _, at in self._answers], np.uint64), lengths)
+        received_ns = np.concatenate([np.full(len(a), at, np.uint64) for a, at, _ in self._answers])
+        left_ns = np.concatenate([np.full(len(a), at, np.uint64) for a, _, at in self._answers])
         known = np.isin(answers["job"], np.fromiter(self._jobs, np.uint64, len(self._jobs)))
         answers, received_ns, left_ns = answers[known], received_ns[known], left_ns[known]
         jobs, position = np.unique(answers["job"], return_inverse=True)

@@ -57,8 +57,8 @@ class Roster:
     def closed(self, peer: Peer) -> None:
         """All devices of this connection are gone; keep nothing of it."""
         for number in peer.index:
-            self.peer_of[number] = NOBODY
+            self.peer_of[number] = NO_PEER
         peer.close()
 
 
-NOBODY = Peer(b"", {})  # the peer of devices that are gone
+NO_PEER = Peer(b"", {})  # the peer of devices that are gone

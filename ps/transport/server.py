@@ -14,7 +14,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -31,6 +30,7 @@ from ps.access.standings import Standings
 from ps.outside import Machine, Outside
 from ps.planning.planner import Planner
 from ps.planning.plans import Level
+from ps.scheduling import settings
 from ps.scheduling.deadlines import after_a_turn_s
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
@@ -40,6 +40,7 @@ from ps.scheduling.events import (
     CheckJob,
     DevicesJoined,
     Event,
+    JobChecked,
     JobFinished,
     JobWaits,
     NameStragglers,
@@ -47,16 +48,17 @@ from ps.scheduling.events import (
     SendBlocks,
     SuspendDevice,
     TimePassed,
+    Work,
 )
 from ps.scheduling.shell import Shell
-from ps.scheduling.state import REACTION_S
 from ps.transport.attendance import Attendance, stragglers_named
 from ps.transport.checking import Checking
 from ps.transport.heartbeats import Heartbeats
-from ps.transport.intake import Intake, PlanningThread, Requests
+from ps.transport.intake import Intake, Requests
 from ps.transport.jobs import Live, Product, Totals
 from ps.transport.membership import Membership, Reports
 from ps.transport.operands import Operand
+from ps.transport.pace import LONG_S, PACKING_S, UNHEARD_S, Pace
 from ps.transport.peers import Peer, missing_ones
 from ps.transport.receiving import Answers, Receiving
 from ps.transport.records import Records
@@ -67,28 +69,10 @@ from ps.transport.standstill import Standstill
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-# Late and silent devices are normally judged once the socket is empty, but after this long even if it is not: a flood
-# of messages must not stop the clock. Reading the answers of a thousand devices after a hitch takes less time.
-UNHEARD_S = 0.2
-# If reading took longer than this, the next request is left to the next turn, which then reads nothing.
-LONG_S = 0.05
 
 
 class ServerError(Failure):
     """The server has stopped; the text says why."""
-
-
-@dataclass(slots=True)
-class _Pace:
-    """When the loop's regular tasks are due. `beat_s` and `heard_s` are in the host's time, the other two in the
-    dispatcher's."""
-
-    beat_s: float
-    look_s: float
-    heard_s: float  # when the socket was last empty, or reading towards that began
-    free_s: float  # when late blocks could last be judged
-    unheard: bool = False
-    request_next: bool = False  # the last turn left a request to this one
 
 
 class Server(Shell[Answers]):
@@ -111,7 +95,7 @@ class Server(Shell[Answers]):
         """`clock`: the time of blocks and their stamps. Heartbeats always use the host's own clock, however slow the
         emulated devices are made.
         `listen`: encrypted addresses for devices that `access` knows; `unlisted`: the same, but not named in
-        invitations. At `host`, an address of this machine, everybody may join, and pods of this run use `pod_pass`.
+        invitations. At `host`, an address of this machine, any client may join, and pods of this run use `pod_pass`.
         `remember`: where the standing of devices is kept, if not in `access`.
         `outside`, `endpoints`: simulated ones, for tests that call `turn` instead of `start`."""
         access = access.impatient() if access is not None else None
@@ -133,11 +117,12 @@ class Server(Shell[Answers]):
         self._peers: dict[bytes, Peer] = {}
         self._outside: Outside = outside or Machine()
         self._requests = Requests(self._outside.bell())
-        self._planning = PlanningThread(self._requests.add)
+        self._planning = self._outside.background("planning", self._requests.add)
+        self._verification = self._outside.background("verification", self._requests.add)
         self._said_waiting = ""
         self._silent = ""  # why no block is expected, until one is accepted
         self._standstill = Standstill()
-        self._pace: _Pace | None = None
+        self._pace: Pace | None = None
         self._stopping = False
         self._goodbye = ""
         if endpoints is None:
@@ -154,10 +139,7 @@ class Server(Shell[Answers]):
             endpoints.guard,
             endpoints.routing_ids,
         )
-        self.address, self.data_address = (
-            endpoints.address,
-            endpoints.data_address,
-        )  # of the entrance, and where devices join
+        self.address, self.data_address = endpoints.address, endpoints.data_address  # of the entrance; to join
         self.public_addresses = endpoints.public_addresses  # where devices on other machines join
         self.unlisted_addresses = endpoints.unlisted_addresses  # the same, but not named in invitations
         self.enrolment_addresses = endpoints.enrolment_addresses  # where they enrol with an invitation
@@ -168,7 +150,7 @@ class Server(Shell[Answers]):
     def _assemble(self, standings: Standings, verify: bool) -> None:
         """Create the parts of the server; they share its tables."""
         peers, jobs, totals, outside, endpoints = self._peers, self._jobs, self.totals, self._outside, self._endpoints
-        self._checking = Checking(jobs, totals, lambda: self.devices, self._say, outside.random)
+        self._checking = Checking(jobs, totals, self._verification, lambda: self.devices, self._say, outside.random)
         self._intake = Intake(
             jobs, self._dispatcher, self._planning, self._checking if verify else None, self._handle, self._now_s
         )
@@ -355,8 +337,9 @@ class Server(Shell[Answers]):
     def _close(self) -> None:
         self.attendance.end()
         self._planning.end()
+        self._verification.end()
         for live in list(self._jobs.values()):
-            live.product.done()  # whoever waits finds `error` set
+            live.product.done()  # the waiting thread finds `error` set
         self._endpoints.entrance.stop()
         self._endpoints.join_admission.close()
         self._routing_ids.close()
@@ -375,14 +358,15 @@ class Server(Shell[Answers]):
         pace = self._pace
         if pace is None:
             now_s, look_s = outside.now_s(), self._now_s()
-            pace = self._pace = _Pace(beat_s=now_s, look_s=look_s, heard_s=now_s, free_s=look_s)
+            pace = self._pace = Pace(beat_s=now_s, look_s=look_s, heard_s=now_s, free_s=look_s)
         stuck = [peer for peer in self._peers.values() if peer.outbox or peer.streams]
         until_look_s = (max(pace.look_s, self._dispatcher.next_look_s) - self._now_s()) * self._clock.scale
         timeout_s = 0.001 if stuck else max(0.001, min(pace.beat_s - outside.now_s(), until_look_s))
         self._mind_standstill()
-        outside.wait(self._router, requests.bell, 0.0 if requests else timeout_s)
+        outside.wait(self._router, requests.bell, 0.0 if requests or self._shipping.packs else timeout_s)
         self._mind_standstill(timeout_s)
         woke_host_s, woke_s = outside.now_s(), self._now_s()
+        self._shipping.until_s = woke_host_s + PACKING_S
         if woke_s >= pace.look_s:
             pace.free_s = woke_s
         if not pace.unheard:
@@ -395,13 +379,14 @@ class Server(Shell[Answers]):
             self._membership.lose_unreachable()
         # right after reading: later in the turn, an answer may be waiting in the socket
         if heard and (now_s := self._now_s()) >= max(pace.look_s, self._dispatcher.next_look_s):
-            pace.look_s = now_s + REACTION_S
+            pace.look_s = now_s + settings.NOW.reaction_s
             self._handle(TimePassed())
         if pace.request_next or outside.now_s() - woke_host_s < LONG_S:
             requests.do_one()  # one per turn, so that answers need not wait for all of them
             pace.request_next = False
         else:
             pace.request_next = bool(requests)
+        self._membership.unreachable(*self._shipping.pack())
         for peer in stuck:
             if peer.identity in self._peers and not self._shipping.drain(peer):
                 self._membership.unreachable(peer)
@@ -429,7 +414,7 @@ class Server(Shell[Answers]):
         self._handle(answers.good, answers)
 
     def _tell_joined(self, joined: DevicesJoined, decided: Callable[[], None]) -> None:
-        """Tell the dispatcher first, then everybody else (`decided`), then carry out its instructions."""
+        """Tell the dispatcher first, then all listeners (`decided`), then carry out its instructions."""
         at_ns = self._now_ns()
         instructions = self._dispatcher.handle(joined, self._dispatch_s(at_ns))
         decided()
@@ -453,7 +438,11 @@ class Server(Shell[Answers]):
         returned.accept(positions, self.totals, self.records)
 
     def _check_job(self, instruction: CheckJob) -> None:
-        work, checked = instruction.work, self._checking.check(instruction.job, instruction.work)
+        self._checking.check(
+            instruction.job, instruction.work, lambda checked: self._checked(instruction.work, checked)
+        )
+
+    def _checked(self, work: Work, checked: JobChecked) -> None:
         liars = np.unique(work.devices[np.isin(work.done, checked.wrong)]).tolist()
         gone = [device for device in liars if not self._dispatcher.is_alive(device)]
         self._handle(checked)

@@ -1,4 +1,8 @@
-"""Sends messages: packs operands for each connection, sends them without a copy, and never waits for a slow reader."""
+"""Sends messages: packs operands for each connection, sends them without a copy, and never waits for a slow reader.
+
+Packing the blocks of a large product takes longer than answers may wait. What the time of a turn does not suffice for
+is packed in the next turns, unless its job ends before.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import zmq
 from agent.protocol.arriving import NO_CONNECTION
 from agent.protocol.wire import REFERENCE, Cancel, Frame, Message, Work, encode, send_frames
 from ps.outside import Outside
+from ps.planning.cost import Integers
 from ps.scheduling.events import CancelBlocks, SendBlocks
 from ps.transport.jobs import Live, Totals
 from ps.transport.operands import Parcel, parcels, streamed
@@ -33,10 +38,18 @@ class Shipping:
     ) -> None:
         self._outside = outside
         self._router, self._peers, self._peer_of, self._jobs, self._totals = router, peers, peer_of, jobs, totals
+        self.until_s = 0.0  # packing goes on in the next turn then; in the host's time
+        self._to_pack: deque[tuple[Peer, Iterator[list[Frame]]]] = deque()
+
+    @property
+    def packs(self) -> bool:
+        """Whether blocks wait to be packed."""
+        return bool(self._to_pack)
 
     def send_blocks(self, instruction: SendBlocks, stamp_ns: int) -> list[Peer]:
-        """Group blocks by connection and job, pack and send them. Returns peers that are gone or do not read. All
-        blocks have the time of the decision as their stamp, as in virtual time: packing is not charged to devices."""
+        """Group blocks by connection and job, pack and send them while there is time. Returns peers that are gone or do
+        not read. All blocks have the time of the decision as their stamp, as in virtual time: packing is not charged to
+        devices."""
         groups: dict[tuple[bytes, int, int], list[int]] = {}  # positions in the instruction
         jobs, peers, peer_of, operand_bytes = self._jobs, self._peers, self._peer_of, 0
         for at, (device, job, block, box, inner, chunk, down_bytes, kept) in enumerate(
@@ -60,20 +73,30 @@ class Shipping:
         for (identity, job, kept), group in groups.items():
             messages = self._parcels(peers[identity], job, kept, instruction, group, stamp_ns)
             messages_of.setdefault(identity, []).append(messages)
-        queues = deque((self._peers[identity], chain(*of)) for identity, of in messages_of.items())
-        dead: dict[bytes, Peer] = {}
-        while queues:  # round robin, so that no connection waits while much is packed for another one
-            peer, messages = queues.popleft()
-            frames = next(messages, None)
-            if frames is None or peer.identity in dead:
-                continue
-            queues.append((peer, messages))
-            peer.outbox.append(frames)
-            if not self.drain(peer):
-                dead[peer.identity] = peer
+        self._to_pack += ((peers[identity], chain(*of)) for identity, of in messages_of.items())
+        dead = {peer.identity: peer for peer in self.pack()}
         for peer in {self._peer_of[device].identity: self._peer_of[device] for device in instruction.devices}.values():
             if peer.streams and peer.identity not in dead and not self.drain(peer):
                 dead[peer.identity] = peer
+        return list(dead.values())
+
+    def pack(self) -> list[Peer]:
+        """Pack and send at least one waiting message, and more until `until_s`. Returns peers that are gone or do not
+        read."""
+        waiting, dead = self._to_pack, dict[bytes, Peer]()
+        while waiting:  # round robin, so that no connection waits while much is packed for another one
+            peer, messages = waiting.popleft()
+            if self._peers.get(peer.identity) is not peer or peer.identity in dead:
+                continue
+            frames = next(messages, None)
+            if frames is None:
+                continue
+            waiting.append((peer, messages))
+            peer.outbox.append(frames)
+            if not self.drain(peer):
+                dead[peer.identity] = peer
+            if self._outside.now_s() >= self.until_s:
+                break
         return list(dead.values())
 
     def cancel(self, instruction: CancelBlocks) -> list[Peer]:
@@ -97,7 +120,21 @@ class Shipping:
         self, peer: Peer, job: int, kept: int, instruction: SendBlocks, group: Sequence[int], stamp_ns: int
     ) -> Iterator[list[Frame]]:
         """Messages with these blocks, none of which is sent in chunks. `group`: their positions in the instruction."""
-        live = self._jobs[job]
+        index = np.array([peer.index[instruction.devices[at]] for at in group])  # now: a device may leave meanwhile
+        return self._packed(peer, job, kept, instruction, group, index, stamp_ns)
+
+    def _packed(
+        self,
+        peer: Peer,
+        job: int,
+        kept: int,
+        instruction: SendBlocks,
+        group: Sequence[int],
+        index: Integers,
+        stamp_ns: int,
+    ) -> Iterator[list[Frame]]:
+        if (live := self._jobs.get(job)) is None:
+            return  # it ended before its turn came
         product = live.product
         boxes = np.array([instruction.boxes[at] for at in group])
         held = peer.held(job, (product.left.id, product.right.id), kept)
@@ -108,7 +145,7 @@ class Shipping:
             (product.left, product.right),
             boxes,
             np.array([instruction.blocks[at] for at in group]),
-            np.array([peer.index[instruction.devices[at]] for at in group]),
+            index,
             np.array([instruction.down_bytes[at] for at in group]),
             held,
             peer.piece_ids,
@@ -118,6 +155,8 @@ class Shipping:
         ):
             peer.lend(job, held, kept, parcel)
             yield self._pack(peer, live, parcel, stamp_ns)
+            if job not in self._jobs:
+                return
 
     def _stream(self, peer: Peer, live: Live, instruction: SendBlocks, at: int, stamp_ns: int) -> Iterator[list[Frame]]:
         """Messages with one block in chunks, each packed when it is about to be sent."""

@@ -7,7 +7,7 @@ this thread's own work explains. Pure: the times come with every call.
 
 from __future__ import annotations
 
-SHORTEST_S = 0.25  # shorter hitches are covered by margins and grace; a stop of half a second and more is not
+SHORTEST_S = 0.25  # shorter hitches are covered by margins; a stop of half a second and more is not
 
 
 class Standstill:

@@ -38,6 +38,23 @@ class Row:
 
 
 def main() -> int:
+    match sys.argv[1:2]:
+        case ["gate"]:
+            from testbed.bench.gate import command
+
+            return command.main(sys.argv[2:])
+        case ["ablation"]:
+            from testbed.bench.heuristics import ablation
+
+            return ablation.main(sys.argv[2:])
+        case ["monotone"]:
+            from testbed.bench.heuristics import monotone
+
+            return monotone.main(sys.argv[2:])
+    return benchmarks()
+
+
+def benchmarks() -> int:
     parser = argparse.ArgumentParser(prog="python -m testbed.bench", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="also run Ray and Dask, in an environment of their own")
     parser.add_argument(
@@ -46,6 +63,7 @@ def main() -> int:
         help="parts to run: a data plane, b step, c density, d rounds, e planning, f verification (minutes), "
         "g encryption, l kernel links (root), v virtual and other clocks (%(default)s)",
     )
+    parser.add_argument("--write-docs", action="store_true", help="also write the tables of docs/benchmarks.md")
     parser.add_argument("--repeats", type=int, default=9, help="passes of each measurement (%(default)s)")
     parser.add_argument("--blocks", type=int, default=10_000_000, help="honest blocks of part f (%(default)s)")
     options = parser.parse_args()
@@ -125,9 +143,18 @@ def main() -> int:
     write_json(folder / "bench.json", {"rows": [asdict(r) for r in rows], "raw": raw, "environment": environment()})
     _print(display.console, rows)
     display.console.print(f"all figures: {folder}/bench.json")
+    _say_what_else(options, rows, display)
+    return 0
+
+
+def _say_what_else(options: argparse.Namespace, rows: list[Row], display: Display) -> None:
+    if options.write_docs:
+        from testbed.bench.tables.tables import write_docs
+        from testbed.bench.tables.where import where
+
+        display.console.print(write_docs([asdict(row) for row in rows], where()))
     if not options.peers:
         display.console.print("compared with Ray and Dask: make bench PEERS=1")
-    return 0
 
 
 def _measure_again(seconds: dict[str, float], repeats: int) -> None:

@@ -15,9 +15,8 @@ import numpy as np
 from emulator.model.fleet import uniform_fleet
 from ps.graph.models import model_config
 from ps.graph.products import step_products
-from ps.planning.adapt import adapted
 from ps.planning.packing import Rates, box
-from ps.planning.planner import Planner
+from ps.planning.planner import Planner, without_the_lost
 from ps.planning.plans import Request, Shape
 
 MODEL, BATCH, SEQUENCE = "opt-13b", 128, 1024
@@ -61,14 +60,14 @@ def _tile_s(fleet: str, count: int, shape: Shape, passes: int) -> float:
 
 
 def _plan_s(fleet: str, count: int, shape: Shape, passes: int) -> tuple[float, float]:
-    """Seconds to make a new plan as the running system does, and to adapt it after the loss of one device."""
+    """Seconds to make a new plan as the running system does, and to repair it after the loss of one device."""
     profiles, able, request = uniform_fleet(fleet, count, seed=0), np.arange(count), Request(shape)
     (plan,) = Planner().plan([request], profiles, able)
     lost = plan.device[[len(plan.device) // 2]]
     left = np.delete(able, lost)
     return (
         _median_s(lambda: Planner().plan([request], profiles, able), passes),
-        _median_s(lambda: adapted(plan, request, lost, profiles, left), 5 * passes),  # takes only milliseconds
+        _median_s(lambda: without_the_lost([plan], [request], profiles, left), 5 * passes),  # takes only milliseconds
     )
 
 

@@ -63,6 +63,9 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key, e.g. data.sequence=128.")
     ] = None,
     results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results folder is made.")] = Path("runs"),
+    predict: Annotated[
+        bool, typer.Option("--predict/--no-predict", help="Predict the step; without, only blocks are judged.")
+    ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 unless the verdict is VALID.")] = False,
 ) -> None:
     """Run a scenario: reference, fleet, training, results folder, verdict.
@@ -92,7 +95,7 @@ def run(
     from testbed.runs.run import run as execute
 
     try:
-        folder, summary = execute(loaded, results, display)
+        folder, summary = execute(loaded, results, display, predict)
     except KeyboardInterrupt:
         print("cleave: interrupted; everything that was started has ended", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -28,7 +28,7 @@ def keygen(
     \b
       cleave release keygen --out ~/keys/cleave-release
 
-    Exit code 0: done. 2: the file is there already, or cannot be written.
+    Exit code 0: done. 2: the file already exists, or cannot be written.
     """
     from agent.identity.release import signer_fingerprint
     from ps.access.access_file import server_folder
@@ -37,7 +37,7 @@ def keygen(
     if out.resolve().is_relative_to(server_folder().resolve()):
         raise UserError(f"{out} is in the server's state folder; the key belongs elsewhere, best on another machine")
     key = make_key(out)
-    print(f"made {out}; keep it to yourself, and a copy of it safe: phones take updates from no other key")
+    print(f"made {out}; keep it secret, with a safe copy: phones take updates from no other key")
     print(f"the public half, for the server: {public_path(out)}, fingerprint {signer_fingerprint(key.signer)}")
 
 
@@ -50,9 +50,9 @@ def sign(
     number: Annotated[
         int | None, typer.Option(metavar="N", help="Of the new release; otherwise date and time, UTC.")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where a bundle that is built is written.")] = Path(),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write a built bundle.")] = Path(),
 ) -> None:
-    """Sign the agent of this checkout, or a bundle that was built before: agent.zip, and beside it agent.zip.release.
+    """Sign the agent of this checkout, or a bundle built earlier: agent.zip, and beside it agent.zip.release.
 
     \b
       cleave release sign --key ~/keys/cleave-release --out release
@@ -78,7 +78,7 @@ def sign(
             raise UserError(f"cannot read {bundle}: {error.strerror}") from None
         inside = number_inside(built.data)
         if not inside:
-            raise UserError(f"{bundle} carries no number of a release; leave it out, and one is built here")
+            raise UserError(f"{bundle} has no release number; leave it out to build one here")
         if number not in (None, inside):
             raise UserError(f"{bundle} is release {inside}, not {number}")
         number = inside

@@ -50,8 +50,7 @@ from agent.protocol.profile import Profile, pack_profiles
 from ps.planning.cost import least_bytes
 from ps.planning.planner import Planner
 from ps.planning.plans import Shape
-from ps.scheduling.deadlines import ENOUGH
-from ps.scheduling.dispatcher import REFUSALS_ALLOWED
+from ps.scheduling import settings
 from testbed.virtual.world import Key, Outcome, Sent, VirtualFleet, Work
 
 Operation = tuple[Any, ...]
@@ -154,7 +153,7 @@ class World:
             Profile(*COMMON)
         ]
         kinds = [o[1] for o in operations if o[0] == "planner"] or ["grid"]
-        history = [o[1] for o in operations if o[0] == "history" and o[1]][:1] * ENOUGH
+        history = [o[1] for o in operations if o[0] == "history" and o[1]][:1] * settings.NOW.enough
         self._fleet = VirtualFleet(pack_profiles(self._told), Planner(kinds[0]), verify=True, history=history)
         self.faults: Counter[str] = Counter()  # only faults that had a target
         self.seen: Counter[str] = Counter()  # the dispatcher's reactions
@@ -176,6 +175,7 @@ class World:
         promise."""
         for operation in self._operations:
             self._do(operation)
+        self._event("submit", self._fleet.submit([]))  # nothing more is to come: the pass ends
         self._run_out()
         if self._open:  # must be jobs that no present device can do
             raise_if(self._stuck(), "do not end although an able device lives and answers")
@@ -348,9 +348,9 @@ class World:
             self._open[key[1]].accept(key[0], key[2], flight)
         outcome = self._fleet.answer(keys)
         if outcome.accepted != due:
-            raise ChaosError(f"of the answers {keys} these count: {due}; accepted were {outcome.accepted}")
+            raise ChaosError(f"of the answers {keys} these count: {due}; accepted: {outcome.accepted}")
         if sorted(outcome.cancelled) != sorted(losers):
-            raise ChaosError(f"the blocks {losers} are done by others; cancelled were {outcome.cancelled}")
+            raise ChaosError(f"the blocks {losers} were returned by others; cancelled: {outcome.cancelled}")
         self._event("answer", outcome)
 
     def _rivals(self, key: Key, among: Mapping[Key, Flight]) -> list[Flight]:
@@ -362,14 +362,14 @@ class World:
         for key in keys:
             self._refused[key[0]] += self._flying.pop(key, None) is not None
         outcome = self._fleet.refuse(keys)
-        if sound := [d for d in outcome.suspended if self._refused[d] <= REFUSALS_ALLOWED]:
+        if sound := [d for d in outcome.suspended if self._refused[d] <= settings.NOW.refusals]:
             raise ChaosError(f"devices {sound} were suspended, and have not failed more blocks than is allowed")
         self._event("refuse", outcome)
 
     def _check(self, job: int) -> None:
         """All blocks of a job have returned: look for wrong ones, as the server would."""
         if job not in self._open or not self._open[job].complete():
-            raise ChaosError(f"job {job} is to be checked and not complete")
+            raise ChaosError(f"job {job} is to be checked but is not complete")
         wrong = self._open[job].wrong()
         liars = set(wrong.values()) & self._alive
         self._open[job].reject(wrong)
@@ -378,7 +378,7 @@ class World:
         if set(outcome.suspended) != liars:
             raise ChaosError(f"of job {job} blocks {wrong} were wrong; suspended were {outcome.suspended}")
         if outcome.finished != ([] if wrong else [job]):
-            raise ChaosError(f"of job {job} {len(wrong)} blocks were wrong; ended have {outcome.finished}")
+            raise ChaosError(f"of job {job} {len(wrong)} blocks were wrong; finished jobs: {outcome.finished}")
         self._event("check", outcome)
 
     def _event(self, name: str, outcome: Outcome) -> None:

@@ -48,7 +48,7 @@ OPEN = 200  # simultaneous connections
 ALIVE_EVERY = 20  # calls between checks that a well-behaved device is answered
 JOINS_PER_KEY = 15  # fewer than a server allows in a row
 # callers and their weights
-KINDS = {"raw": 10, "knocking": 10, "enrolling": 10, "stranger": 15, "invited": 25, "pod": 25, "ticket": 5}
+KINDS = {"raw": 10, "entrance": 10, "enrolling": 10, "stranger": 15, "invited": 25, "pod": 25, "ticket": 5}
 ENDPOINTS = ("plain", "data", "encrypted", "enrolment")
 PATIENCE_S = 30.0
 RESTS = 20  # per run: all callers leave, and the server's memory is measured
@@ -290,7 +290,7 @@ class _Callers:
         line.setsockopt(zmq.SNDHWM, BATCH + 2)
         self._keep(line)
         match kind:
-            case "knocking":
+            case "entrance":
                 line.connect(self._where["plain"])
             case "enrolling":
                 Curve(self._where["key"], Keys.new()).apply(line)

@@ -34,7 +34,7 @@ from agent.protocol.wire import (
 from ps.access.admission import ConnectionAdmission, TooOften
 from testbed.faults.loop_network import Connection, Network
 
-POD, GUEST, ENROLLED = range(3)  # pod of the run; agent of this machine, with a ticket; agent with a key
+POD, LOCAL, ENROLLED = range(3)  # pod of the run; agent of this machine, with a ticket; agent with a key
 TOGETHER_S = 0.001  # answers this close together travel in one message
 COME_BACK_S = 0.4
 FOREVER_S = 1e9

@@ -27,7 +27,7 @@ import zmq
 from agent.identity.files import Busy
 from agent.protocol.arriving import Address
 from agent.protocol.errors import UserError
-from ps.outside import Bell
+from ps.outside import Background, Bell, Done, HandBack
 
 AHEAD = 4  # messages that a connection's send buffer takes; ZeroMQ's is larger, and fills up the same way
 STEP_S = 20e-6  # server time of a wait that ends at once, and of each message
@@ -212,7 +212,7 @@ class Router:
             self._network.step(SEND)
             connection = self._network.named.get(bytes(frame))
             if connection is None:
-                self._network.seen["messages to nobody"] += 1
+                self._network.seen["messages to unknown peers"] += 1
                 raise zmq.ZMQError(errno.EHOSTUNREACH)
             connection.offered_s = self._network.ran_s
             if connection.full:
@@ -276,6 +276,25 @@ class SilentBell:
         pass
 
     def close(self) -> None:
+        pass
+
+
+class Unthreaded:
+    """Does work when it is asked for; the server's loop gets the result in a later turn."""
+
+    def __init__(self, hand_back: HandBack) -> None:
+        self.busy, self._hand_back = 0, hand_back
+
+    def do(self, work: Callable[[], Done], then: Callable[[Done], None], rank: int = 0) -> None:
+        self.busy += 1
+        result = work()
+        self._hand_back(lambda: self._done(result, then))
+
+    def _done(self, result: Done, then: Callable[[Done], None]) -> None:
+        self.busy -= 1
+        then(result)
+
+    def end(self) -> None:
         pass
 
 
@@ -382,6 +401,9 @@ class Network:
 
     def bell(self) -> Bell:
         return SilentBell()
+
+    def background(self, name: str, hand_back: HandBack) -> Background:
+        return Unthreaded(hand_back)
 
     def wait(self, router: zmq.Socket[bytes], bell: Bell, seconds: float) -> None:
         self.step(WAIT)

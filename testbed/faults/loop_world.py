@@ -57,7 +57,7 @@ from ps.transport.peers import MOST_CANCELLED, Peer
 from ps.transport.receiving import MESSAGES_PER_TURN
 from ps.transport.server import Server
 from testbed.faults.chaos_world import COMMON, ChaosError, Operation
-from testbed.faults.loop_devices import ENROLLED, GUEST, POD, Line, Process
+from testbed.faults.loop_devices import ENROLLED, LOCAL, POD, Line, Process
 from testbed.faults.loop_network import LOCAL_PORT, Clock, MemoryDisk, Network
 
 FAULTS = (
@@ -76,7 +76,7 @@ FAULTS = (
 )
 HARMLESS = ("flood", "twice", "leave")  # make no device late
 SERVER_FAULTS = ("pause", "hitch", "jump", "calendar", "full disk", "busy disk")
-KINDS = {"pod": POD, "local": GUEST, "enrolled": ENROLLED}
+KINDS = {"pod": POD, "local": LOCAL, "enrolled": ENROLLED}
 HEARTBEAT_S = 0.5
 ENDS_S = 60.0  # by then everything that can end must have ended; the slowest device needs 1 s for a product
 BEAT_MARGIN_S = 0.1  # of server time: a heartbeat is sent in the turn after it is due
@@ -175,7 +175,7 @@ class LoopWorld:
             if self._stuck():
                 raise ChaosError(f"products {self._stuck()} do not end although an able device is there and answers")
             if not self.server.waiting:
-                raise ChaosError("products wait for a device that can go on, and nobody was told")
+                raise ChaosError("products wait for a device that can go on, and no notice was given")
             self._come(POD, [Profile(*COMMON)])
             self._run_until_done()
         if self._open:

@@ -194,7 +194,7 @@ class PodGroup:
             words = "".join(f"; it said: {line}" for line in handle.last_words().strip().splitlines()[-1:])
             then = "the run goes on without it"
             if restarted:
-                then = f"it is started again with its devices (it may be {left - 1} times more)"
+                then = f"it is started again with its devices (restarts left: {left - 1})"
             told.append(f"pod {pod} with {len(devices):,} devices ended ({fate}{words}): {then}")
         return told
 

@@ -52,7 +52,7 @@ class Summary:
     loss_max_abs_diff: float | None  # None with shapes only
     weights_max_abs_diff: float | None
     step_s: dict[str, float]  # achieved
-    predicted_step_s: float | None  # by the model, before the run; None if nothing is modelled
+    predicted_step_s: float | None  # by the model, before the run; None if there is none
     first_step_s: float
     products_per_step: int
     flops_done: int  # by devices
@@ -327,6 +327,7 @@ def _recovery(r: dict[str, float]) -> str:
 def _verification(s: Summary) -> str:
     v = s.verification
     text = f"{v['checked']:,.0f} blocks checked, {v['wrong']:.0f} wrong; {100 * v['share']:.1f}% of the server's time"
+    text += f", and {v['background_seconds']:.1f} s beside it"
     if s.suspended:
         some = ", ".join(f"{name}: {why}" for name, why in list(s.suspended.items())[:3])
         text += f"; {len(s.suspended)} devices suspended ({some}{', ...' if len(s.suspended) > 3 else ''})"

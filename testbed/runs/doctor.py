@@ -25,13 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.protocol.units import format_size
-from emulator.model.fidelity import STRETCH_ALLOWED, Fidelity
+from emulator.model.fidelity import STRETCH_ENOUGH, Fidelity
+from emulator.model.scales import Trial, next_scale
 
 COMMAND_LIMIT_S = 5.0
 MOST_DEVICES = 65_536
 CLOSE = 1.15  # bisect until the ends of the interval are this close
-# A run is longer than a trial step and never quite like it, so "honest" keeps a margin below the allowed stretch.
-STRETCH_ENOUGH = 1.0 + 0.85 * (STRETCH_ALLOWED - 1.0)
 
 Try = Callable[[Sequence[str]], bool]
 Measure = Callable[[int], Fidelity]
@@ -152,7 +151,7 @@ def largest_honest(
         probe = {"devices": devices, "honest": fine, "stretch": result.stretch, "step_stretch": result.step_stretch}
         found.probes.append(probe | {"blocks": result.blocks, "late_p99_s": result.late_p99_s})
         if devices == asked:
-            found.scale = 1.0 if fine else max(2.0, math.ceil((worst - 1) / (STRETCH_ENOUGH - 1)))
+            found.scale = 1.0 if fine else next_scale([Trial(1.0, worst)], STRETCH_ENOUGH) or 1.0
         if not fine:
             found.causes = result.causes or found.causes
         tell(
@@ -194,7 +193,7 @@ def advice(found: HonestFleet) -> list[str]:
     return [
         f"the scenario's {found.asked:,} devices are too many for real time on this host"
         + (f": {'; '.join(found.causes)}" if found.causes else ""),
-        f"slow the clock down: --set clock.kind=scaled --set clock.scale={found.scale:g}",
+        f"slow the clock down to about {found.scale:g}x (now 1x): --set clock.kind=auto finds the least scale",
         "or do not wait at all: --set clock.kind=virtual (add --set clock.arithmetic=false for shapes only)",
         "or lend less of each line (fleet.line_share), which makes steps longer and gives the host more time",
         "or take a host with more cores: pods and server share them",

@@ -39,6 +39,7 @@ from testbed.results.files import (
 )
 from testbed.results.fleet_at_work import worked
 from testbed.results.keeping import Keeping
+from testbed.results.known_scales import KnownScales
 from testbed.results.report import write_report, write_trace
 from testbed.runs import interrupts
 from testbed.runs.clock_choice import Chosen, choose
@@ -48,12 +49,13 @@ from testbed.runs.hosts import Accounts, Host, Place, in_virtual_time, launcher,
 from testbed.runs.real_devices import departures, write_devices
 from testbed.runs.scenario import Scenario, dump_scenario
 from testbed.runs.training import Reference, Task, Trained, distributed, reference, shapes_only
-from testbed.runs.trial_step import TrialStep
+from testbed.runs.trial_step import Probes
 
 LOSS_TOLERANCE = 1e-4
 
 
-def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summary]:
+def run(scenario: Scenario, parent: Path, display: Display, predicts: bool = True) -> tuple[Path, Summary]:
+    """`predicts`: compare the steps with those of the modelled fleet."""
     begun = time.monotonic()
     interrupts.check()  # importing PyTorch may have swallowed the exception
     config = model_config(scenario.model.name, Path(scenario.model.config) if scenario.model.config else None)
@@ -67,10 +69,14 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     faults = plan_faults(scenario.faults, fleet.network_names, pod_count, scenario.seed)
     churn = churn_schedule(scenario.churn, len(fleet), scenario.seed) if scenario.churn else None
     absent: list[int] = [] if churn is None else np.flatnonzero(~churn.present).tolist()
-    chosen = choose(scenario.clock, lambda scale: _probe(scenario, scale, display))
+    scales = KnownScales(parent, scenario)
+    probes = Probes(scenario, display)
+    chosen = choose(scenario.clock, probes, scales.trials(), display.say)
     virtual, scale = chosen.kind == "virtual", chosen.scale
     if scenario.clock.kind == "auto":
-        display.say(f"clock: {chosen.kind}, scale {scale:g}: {chosen.why}")
+        scales.keep(chosen.trials)
+        pace = f"{scale:g} times slower than real time" if scale > 1 else "real time"
+        display.say(f"clock: {pace}, because {chosen.why}; kept in {scales.path}")
     torch.set_num_threads(cores if virtual else max(1, cores // 2))  # the other half is for the pods
 
     planner = Planner(scenario.planner.kind, scenario.planner.cap)
@@ -100,10 +106,13 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
             if virtual
             else on_pods(place, server, clock, display, events.write, launch)
         )
+        probes.plans.bring(planner, host.server.labels)
         how = scenario.churn.how if scenario.churn else ""
         injector = Injector(host.pods, faults, churn, how, events.write)
         local = 0.0 if virtual else 1.0 / scale
-        task = Task(scenario, config, data, host, planner, injector, display, events.write, local)
+        task = Task(
+            scenario, config, data, host, planner, injector, display, events.write, local, probes.captured, predicts
+        )
         if scenario.clock.arithmetic:
             known = reference(scenario, config, data, display)
             trained = distributed(task)
@@ -114,7 +123,9 @@ def run(scenario: Scenario, parent: Path, display: Display) -> tuple[Path, Summa
     columns = host.server.records.columns()
     attendance = host.server.attendance
     fleet_told = _worked(place, host, trained) if not virtual else None
-    verdict = _verdict(scenario, columns, trained, comparable=not virtual, fleet=fleet_told)
+    verdict = _verdict(scenario, columns, trained, not virtual, fleet_told, chosen)
+    if scenario.clock.kind == "auto" and verdict.scale_suggested is not None:
+        scales.keep(())  # the host keeps up less well than when it was probed: the next run probes again
     summary = _summary(place, host, columns, verdict, known, trained, injector, chosen)
     summary.memory_bytes = memory_bytes
     summary.fleet = {} if fleet_told is None else asdict(fleet_told) | {"told": fleet_told.told()}
@@ -171,11 +182,6 @@ def _worked(place: Place, host: Host, trained: Trained) -> fidelity.Worked:
         host.pods.deaths,
         host.watch.stood_still_s if host.watch is not None else [],
     )
-
-
-def _probe(scenario: Scenario, scale: float, display: Display) -> fidelity.Fidelity:
-    display.say("clock: one step in real time, to see whether this host keeps up; about 20 s")
-    return TrialStep(scenario).measure(scenario.fleet.devices, scale)
 
 
 def _summary(
@@ -242,6 +248,7 @@ def _summary(
             "checked": totals.checked_blocks,
             "wrong": totals.wrong_blocks,
             "seconds": totals.check_s,
+            "background_seconds": totals.check_background_s,
             "share": totals.check_s / max(totals.busy_s, 1e-9),
         },
         late_blocks_helped=server.late_blocks_helped,
@@ -266,6 +273,7 @@ def _verdict(
     trained: Trained,
     comparable: bool,
     fleet: fidelity.Worked | None,
+    clock: Chosen,
 ) -> fidelity.Fidelity:
     """A deliberately disturbed step cannot be compared with the predicted one."""
     comparable = comparable and bool(trained.steps) and not (scenario.faults or scenario.churn)
@@ -278,9 +286,10 @@ def _verdict(
         columns.get("left_s", nothing),
         float(np.median(_settled(trained.steps))) / predicted.seconds if predicted else None,
         trained.load,
-        predicted.local_share if predicted else 0.0,
         kernel_links=scenario.links.kind == "kernel",
         fleet=fleet,
+        scale=clock.scale,
+        tried=clock.trials,
     )
 
 

@@ -10,9 +10,10 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from emulator.model.fidelity import HostLoad
 from ps.graph.capture import distribute
 from ps.graph.executor import Executor
 from ps.graph.models import build_model
-from ps.graph.products import recorded_step
+from ps.graph.shapes import step_shapes
 from ps.graph.trainer import Step, gradients, train
 from ps.planning.planner import Planner
+from ps.planning.plans import Level
+from ps.transport.jobs import Product
+from ps.transport.operands import Operand
 from testbed.faults.inject import Injector
 from testbed.launch.processes import links_of, models_of
 from testbed.results.fleet_at_work import Begun
@@ -36,8 +40,6 @@ from testbed.runs.load import Look, between, look
 from testbed.runs.scenario import Scenario
 from testbed.runs.watchdog import WaitedInVain
 from testbed.virtual.predict import Prediction, predict_step
-
-ENOUGH_TO_PART = 8  # devices; with fewer, a separate team for weight gradients costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,29 @@ class Trained:
     stopped: str = ""  # why there are fewer steps than requested
 
 
+class NoDevices:
+    """The engine of a step that is captured only: its products have nowhere to go."""
+
+    def submit(self, *products: Product, ahead: tuple[Level, ...] = ()) -> None:
+        raise AssertionError("there is no fleet")
+
+    def forget(self, operands: Sequence[Operand]) -> None: ...
+
+    def collect(self, done: SimpleQueue[int]) -> list[int]:
+        raise AssertionError("there is no fleet")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model whose step was captured; its products go where its executor's engine is."""
+
+    model: torch.nn.Module
+    forward: Callable[..., Any]
+    executor: Executor
+    step: Callable[[], None]  # forward and backward, without a change of the weights
+    flops_per_step: int
+
+
 @dataclass(slots=True)
 class Task:
     """What is trained, and where."""
@@ -74,7 +99,9 @@ class Task:
     injector: Injector
     display: Display
     note: Note
-    local: float  # device seconds per second of the server's own work
+    local: float  # device seconds per second of the server's own work; 0: it takes no time
+    captured: Captured | None = None  # if that was done before
+    predicts: bool = True  # whether steps are compared with the modelled fleet's
     begun: float = 0.0  # real time
     done: list[Step] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -118,7 +145,11 @@ class Task:
         self.note("step", **row)
 
     def predicted(self, executor: Executor, step: Callable[[], object], arithmetic: bool) -> Prediction | None:
-        if self.scenario.links.kind == "off":
+        """None if nothing is modelled, if it was not asked for, or if the run itself does no more than the prediction:
+        an undisturbed run in virtual time."""
+        asked = self.scenario
+        undisturbed = asked.clock.kind == "virtual" and not (asked.faults or asked.churn)
+        if asked.links.kind == "off" or not self.predicts or undisturbed:
             return None
         server = self.host.server
         with self.display.phase("planning the step, on the modelled fleet", lambda: 0.0, lambda: "virtual time"):
@@ -137,7 +168,7 @@ class Task:
                 arithmetic,
                 self.scenario.training.steps,
             )
-        self.display.say(f"a step should take {told.seconds:.2f} s (modelled)")
+        self.display.say(f"a step should take {told.seconds:.2f} s (modelled; {told.steps} predicted)")
         self.note("predicted", step_s=told.seconds)
         return told
 
@@ -236,33 +267,40 @@ def reference(scenario: Scenario, config: Any, data: list[torch.Tensor], display
 
 def begins_early(scenario: Scenario) -> bool:
     """Whether weight gradients start early, beside the critical products."""
-    return scenario.planner.kind == "packed" and scenario.fleet.devices >= ENOUGH_TO_PART
+    return scenario.planner.kind == "packed"
 
 
-def distributed(task: Task) -> Trained:
-    scenario, data = task.scenario, task.data
-    model = _model(scenario, task.config)
-    executor = Executor(task.host.server, early=begins_early(scenario))
+def captured(scenario: Scenario, config: Any, tokens: torch.Tensor, display: Display) -> Captured:
+    """The model of this scenario with its step captured."""
+    model = _model(scenario, config)
+    executor = Executor(NoDevices(), early=begins_early(scenario))
     forward = distribute(model, executor.run)
     micro_batches = scenario.training.micro_batches
     if scenario.planner.keep:
         executor.keep(model.parameters(), uses=micro_batches)
 
-    def rehearsal() -> None:
-        gradients(forward, data[0], micro_batches)
+    def step() -> None:
+        gradients(forward, tokens, micro_batches)
         model.zero_grad()
 
-    with task.display.phase("capturing the step", lambda: 0.0, lambda: "torch.compile"):
-        flops_per_step = executor.rehearse(rehearsal)
-    predicted = task.predicted(executor, rehearsal, arithmetic=True)
+    with display.phase("capturing the step", lambda: 0.0, lambda: "torch.compile"):
+        return Captured(model, forward, executor, step, executor.rehearse(step))
+
+
+def distributed(task: Task) -> Trained:
+    scenario, data = task.scenario, task.data
+    made = task.captured or captured(scenario, task.config, data[0], task.display)
+    model, executor = made.model, made.executor
+    executor.engine = task.host.server
+    predicted = task.predicted(executor, made.step, arithmetic=True)
     return task.carry_out(
         executor,
         [p.detach() for p in model.parameters()],
-        flops_per_step,
+        made.flops_per_step,
         predicted,
         lambda: train(
             model,
-            forward,
+            made.forward,
             data,
             now_s=task.now_s,
             before_step=lambda number: task.before_step(executor, number),
@@ -276,16 +314,15 @@ def shapes_only(task: Task) -> Trained:
     scenario = task.scenario
     micro_batches = scenario.training.micro_batches
     with task.display.phase("capturing the step", lambda: 0.0, lambda: "shapes only"):
-        graphs, parameters = recorded_step(
-            task.config, scenario.data.batch // micro_batches, scenario.data.sequence, micro_batches
-        )
+        programs, parameters = step_shapes(task.config, scenario.data.batch // micro_batches, scenario.data.sequence)
     executor = Executor(task.host.server, early=begins_early(scenario))
     if scenario.planner.keep:
         executor.keep(parameters, uses=micro_batches)
 
     def step() -> None:
-        for program, values in graphs:
-            executor.run(program, list(values))
+        for _ in range(micro_batches):
+            for program in programs:
+                executor.run_shapes(program)
 
     def steps() -> list[Step]:
         for number in range(1, scenario.training.steps + 1):
@@ -295,6 +332,6 @@ def shapes_only(task: Task) -> Trained:
             task.after_step(Step(number, math.nan, task.now_s() - begun_s))
         return task.done
 
-    flops_per_step = executor.rehearse(step)
+    flops_per_step = micro_batches * sum(program.flops for program in programs)
     predicted = task.predicted(executor, step, arithmetic=False)
     return task.carry_out(executor, parameters, flops_per_step, predicted, steps)

@@ -42,7 +42,9 @@ def cpu_quota(quota_us: int, period_us: int = PERIOD_US) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # the group gets its full quota, whatever else runs on this machine
             (group / ("cpu.shares" if first else "cpu.weight")).write_text("262144" if first else "10000")
         if kept != (quota_us, period_us):
-            raise UserError(f"the kernel made {kept[0]} of {kept[1]} us of a CPU quota of {quota_us} of {period_us}")
+            raise UserError(
+                f"the kernel set {kept[0]} of {kept[1]} us instead of a CPU quota of {quota_us} of {period_us}"
+            )
         yield group
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):

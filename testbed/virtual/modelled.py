@@ -34,6 +34,11 @@ def schedule(devices: Devices, rows: Integers, blocks: SendBlocks, sent_s: float
     """These blocks, sent at `sent_s`; `rows` gives the index in `devices` of each block's device."""
     boxes = np.array(blocks.boxes, np.int64)
     down_bytes, chunk, inner = (np.array(of, np.int64) for of in (blocks.down_bytes, blocks.chunk, blocks.inner))
+    if (chunk >= inner).all():
+        shapes = np.stack([boxes[:, 1], boxes[:, 3], inner, boxes[:, 5]], axis=1)
+        cells = boxes[:, 1] * boxes[:, 3] * boxes[:, 5]
+        due_s, compute_s = devices.schedule(sent_s, rows, down_bytes, shapes, BYTES * cells)
+        return Scheduled(boxes, down_bytes, due_s, compute_s)
     # blocks that do not fit into a device's memory are sent in chunks along the inner dimension; only the last chunk is
     # answered
     count = -(-inner // chunk)

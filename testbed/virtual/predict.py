@@ -10,6 +10,7 @@ counts only if it is the only one.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,15 +33,14 @@ from testbed.virtual.server import VirtualServer
 FORESEEN = 5  # steps predicted per run, at most
 ALIKE = 0.01  # stop once a step's time differs by less than this share from the previous one
 
+SHARE = 0.2  # of the run's time that its prediction may take, ...
+LEAST_S = 10.0  # ... or this long
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     seconds: float  # per step
-    local_s: float  # part of it that the server's own computation takes
-
-    @property
-    def local_share(self) -> float:
-        return self.local_s / max(self.seconds, 1e-9)
+    steps: int  # that were predicted
 
 
 def settled(seconds: Sequence[float]) -> float:
@@ -59,21 +59,28 @@ def predict_step(
     local: float = 1.0,
     arithmetic: bool = True,
     steps: int = 1,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> Prediction:
     """Modelled seconds of `step`, whose products go through `executor`, in a run of `steps` steps, without the `absent`
     devices. `models`: models of the measured devices; `local`: device time per second of the executor's own work. The
-    planner keeps the plans that it can reuse."""
+    planner keeps the plans that it can reuse: the first predicted step makes those of the run. Others are predicted
+    only while the whole takes at most SHARE of the run's time, or LEAST_S. In a virtual run (`local` is 0) there is no
+    such limit: what it predicts may not depend on the host's speed."""
     fleet = ModelledFleet(profiles, planner, absent, links, models, local, arithmetic)
-    took: list[Prediction] = []
+    took: list[float] = []
+    began_s = now_s()
     with executor.on(fleet):
         while len(took) < min(steps, FORESEEN):
-            begun_s, local_s = fleet.seconds(), fleet.local_s
+            begun_s, host_s = fleet.seconds(), now_s()
             step()
             executor.weights_changed()
-            took.append(Prediction(fleet.seconds() - begun_s, fleet.local_s - local_s))
-            if len(took) > 1 and abs(took[-1].seconds / took[-2].seconds - 1) < ALIKE:
+            took.append(fleet.seconds() - begun_s)
+            if len(took) > 1 and abs(took[-1] / took[-2] - 1) < ALIKE:
                 break
-    return Prediction(settled([one.seconds for one in took]), settled([one.local_s for one in took]))
+            run_s = steps * took[-1] / local if local else math.inf  # in the host's time
+            if now_s() - began_s + now_s() - host_s > max(LEAST_S, SHARE * run_s):
+                break
+    return Prediction(settled(took), len(took))
 
 
 class ModelledFleet:
@@ -91,7 +98,7 @@ class ModelledFleet:
     ) -> None:
         labels = [""] * len(profiles)
         present = np.setdiff1d(np.arange(len(profiles)), np.asarray(absent, np.int64))
-        planning = Apart(planner, len(present), shared=bool((present == np.arange(len(present))).all()))
+        planning = PredictionPlanner(planner, len(present), shared=bool((present == np.arange(len(present))).all()))
         self._server = VirtualServer(profiles, labels, planning, absent, arithmetic, links=links, models=models)
         self._local, self.local_s = local, 0.0
         self._left = time.perf_counter()  # when the executor resumed its own work
@@ -123,7 +130,7 @@ class ModelledFleet:
         self._server.clock.jump(self._server.clock.now_s + spent_s)
 
 
-class Apart(Planner):
+class PredictionPlanner(Planner):
     """Takes plans for the current fleet from the run's planner, which will reuse them. Revisions for late modelled
     devices stay here, so that the run starts without them, as the prediction did. `shared`: devices have the same
     numbers here as in the run, because no device is absent before them."""

@@ -335,7 +335,7 @@ def assumptions(s: Setting) -> list[str]:
         f"timeout: the loss is noticed {format_duration(TIMEOUT_S)} after it happened, then as here. That is what "
         "torch.distributed.init_process_group waits by default with NCCL before it aborts collective operations; with "
         "other backends it is 30 min (its documentation, PyTorch 2.13).",
-        "this system with one thing taken away, which nobody is known to run. A layer as the unit: server and weights "
+        "this system with one thing taken away; no known system is like that. A layer as the unit: server and weights "
         "as here, but a layer's pass is begun again; half of it is lost. Only a tight timeout: what was lost is sent "
         f"again {format_duration(TIGHT_LONGEST * s.longest_s)} after the product began, then as here: "
         f"{TIGHT_LONGEST:g} times the longest product of the step, since one timeout for all products must not strike "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -30,6 +31,7 @@ from emulator.model.link import Links
 from emulator.model.performance import Models
 from ps.planning.planner import Planner
 from ps.planning.plans import Level
+from ps.scheduling import settings
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     BlocksLost,
@@ -51,7 +53,6 @@ from ps.scheduling.events import (
     TimePassed,
 )
 from ps.scheduling.shell import Shell
-from ps.scheduling.state import REACTION_S
 from ps.transport.attendance import LEFT, LOST, SUSPENDED, Attendance, stragglers_named
 from ps.transport.jobs import Live, Product, Totals
 from ps.transport.operands import Operand
@@ -64,10 +65,17 @@ if TYPE_CHECKING:
     from testbed.faults.inject import Injector
 
 TOGETHER_S = 0.0005  # answers this close together are one event, as in a pod
+# An answer may wait for others for this share of its block's time, so that a block costs the host a fraction of an
+# event, and for less if its device has nothing else in flight and may wait for its next block. The last answer of a
+# product never waits. The forward pass of two layers of OPT-13B on 256 devices of the quickstart took 0.07% longer than
+# with every answer alone, in an eighth of the events.
+GATHERED = 0.05
+GATHERED_IDLE = 0.01
 NOTICED_AFTER_S = SILENT_AFTER * HEARTBEAT_S  # silence after which a device is declared dead
 FOREVER = float("inf")
 
-Answer = tuple[float, int, int, int, int, int, float]  # due, sequence, device, job, block, cells, computing seconds
+# due, sequence, device, job, block, cells, computing seconds, sent
+Answer = tuple[float, int, int, int, int, int, float, float]
 
 
 class VirtualServer(Shell[Sequence[Answer]]):
@@ -101,6 +109,8 @@ class VirtualServer(Shell[Sequence[Answer]]):
         self._jobs: dict[int, Live] = {}
         self._ids, self._sequence = itertools.count(), itertools.count()
         self._answers: list[Answer] = []  # heap
+        self._under_way: Counter[int] = Counter()  # by id: answers in the heap
+        self._under_way_of: Counter[int] = Counter()  # by job
         self._held_up: set[int] = set()  # sequence numbers of answers already delayed by downloads
         self._silent: list[tuple[float, int]] = []  # heap: when the silence is noticed, id
         self._thawing: list[tuple[float, int]] = []  # heap: end of the freeze, device of the fleet
@@ -253,7 +263,7 @@ class VirtualServer(Shell[Sequence[Answer]]):
         silent_s = self._silent[0][0] if self._silent else FOREVER
         thaw_s = self._thawing[0][0] if self._thawing else FOREVER
         inject_s = FOREVER if self._injector is None else self._begun_s + self._injector.next_s
-        look_s = max(self._looked_s + REACTION_S, self._dispatcher.next_look_s)
+        look_s = max(self._looked_s + settings.NOW.reaction_s, self._dispatcher.next_look_s)
         now_s = min(answer_s, silent_s, thaw_s, inject_s, look_s)
         if now_s > self._silent_since_s + self._wait_s:
             raise WaitedInVain(
@@ -273,25 +283,31 @@ class VirtualServer(Shell[Sequence[Answer]]):
             if not self.is_present(device):
                 self.join([device])
         elif answer_s <= now_s:
-            self._take_answers()
+            self._take_answers(min(silent_s, thaw_s, inject_s, look_s))
         else:
             self._looked_s = self.clock.now_s
             self._handle(TimePassed())
 
-    def _take_answers(self) -> None:
-        """Take answers that arrive together as one event, at the time of the last."""
-        answers, until_s = self._answers, self._answers[0][0] + TOGETHER_S
+    def _take_answers(self, next_s: float) -> None:
+        """Take answers that arrive together, or can wait for each other, as one event, at the time of the last.
+        `next_s`: when something else happens."""
+        answers, until_s, wait_s = self._answers, self._answers[0][0] + TOGETHER_S, next_s
         batch = []
-        while answers and answers[0][0] <= until_s:
+        while answers and (answers[0][0] <= until_s or answers[0][0] < wait_s):
             answer = heapq.heappop(answers)
-            if self._mute and int(self._fleet_of[answer[2]]) in self._mute:
+            due_s, _, device, job, _, _, _, sent_s = answer
+            self._under_way[device] -= 1
+            self._under_way_of[job] -= 1
+            if self._mute and int(self._fleet_of[device]) in self._mute:
                 continue
-            if self._answering[answer[2]] and not self._holds_up(answer):
+            if self._answering[device] and not self._holds_up(answer):
                 batch.append(answer)
+                share = GATHERED if self._under_way[device] else GATHERED_IDLE
+                wait_s = min(wait_s, due_s + share * (due_s - sent_s)) if self._under_way_of[job] else -FOREVER
         if not batch:
             return
         self.clock.jump(batch[-1][0])
-        _, _, devices, jobs, blocks, _, _ = zip(*batch, strict=True)
+        _, _, devices, jobs, blocks, _, _, _ = zip(*batch, strict=True)
         self._handle(BlocksReturned(list(devices), list(jobs), list(blocks)), batch)
 
     def _holds_up(self, answer: Answer) -> bool:
@@ -306,8 +322,13 @@ class VirtualServer(Shell[Sequence[Answer]]):
         if later_s <= due_s:
             return False
         self._held_up.add(sequence)
-        heapq.heappush(self._answers, (later_s, *answer[1:]))
+        self._wait_for((later_s, *answer[1:]))
         return True
+
+    def _wait_for(self, answer: Answer) -> None:
+        heapq.heappush(self._answers, answer)
+        self._under_way[answer[2]] += 1
+        self._under_way_of[answer[3]] += 1
 
     # ---- instructions
 
@@ -322,9 +343,10 @@ class VirtualServer(Shell[Sequence[Answer]]):
         made = schedule(self._devices, rows, instruction, self.clock.now_s)
         due_s = np.maximum(made.due_s, self._frozen_until_s[rows]).tolist()
         self.totals.operand_bytes += int(made.down_bytes.sum())
-        for job, block in zip(instruction.jobs, instruction.blocks, strict=True):
-            self._jobs[job].sent(np.array([block], np.uint32), at_ns)
-        answers = zip(
+        of_job, block = np.array(instruction.jobs), np.array(instruction.blocks, np.uint32)
+        for job in dict.fromkeys(instruction.jobs):
+            self._jobs[job].sent(block[of_job == job], at_ns)
+        for answer in zip(
             due_s,
             self._sequence,
             instruction.devices,
@@ -332,17 +354,17 @@ class VirtualServer(Shell[Sequence[Answer]]):
             instruction.blocks,
             made.cells.tolist(),
             made.compute_s.tolist(),
+            itertools.repeat(self.clock.now_s),
             strict=False,  # the sequence is endless
-        )
-        for answer in answers:
-            heapq.heappush(self._answers, answer)
+        ):
+            self._wait_for(answer)
 
     def _cancel_blocks(self, instruction: CancelBlocks) -> None:
         """The model cannot stop a block: its answer arrives and changes nothing."""
 
     def _accept_blocks(self, returned: Sequence[Answer], positions: list[int]) -> None:
         rows = []
-        for due_s, _, device, job, block, cells, compute_s in (returned[position] for position in positions):
+        for due_s, _, device, job, block, cells, compute_s, _ in (returned[position] for position in positions):
             self.totals.flops += 2 * cells * self._jobs[job].product.shape.inner
             self.totals.result_bytes += 4 * cells
             rows.append((device, job, block, DONE, cells, compute_s, round(due_s * 1e9)))
@@ -350,7 +372,9 @@ class VirtualServer(Shell[Sequence[Answer]]):
                 self._lies.setdefault(job, set()).add(block)
         self._silent_since_s = FOREVER
         self.totals.blocks += len(rows)
-        self.records.counted(np.array(rows, ANSWER), self._now_ns(), self._now_ns())
+        answers = np.array(rows, ANSWER)
+        due_ns = answers["due_ns"].astype(np.uint64)  # it arrives then, however long it waits for others here
+        self.records.counted(answers, due_ns, due_ns)
 
     def _check_job(self, instruction: CheckJob) -> None:
         job, work = instruction.job, instruction.work
@@ -366,6 +390,8 @@ class VirtualServer(Shell[Sequence[Answer]]):
     def _job_finished(self, instruction: JobFinished) -> None:
         job, boxes = instruction.job, instruction.work.boxes
         live = self._jobs.pop(job)
+        if not self._under_way_of[job]:
+            del self._under_way_of[job]
         product = live.product
         self.records.finished(job, product.name, product.step, product.shape, boxes, live.stamps(len(boxes)))
         product.done()

@@ -1,4 +1,4 @@
-"""What the agent takes from a phone: the packages it needs, and the memory it holds. As real processes."""
+"""The agent's footprint on a phone: the packages it needs, and the memory it holds. With real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LINES = ("--down", "1 Gbit", "--up", "1 Gbit", "--latency", "0 ms")
-# `python -m agent` where nothing else is installed: what is asked for is written down, what is not there is not found
+# `python -m agent` with nothing else installed: other imports are reported and fail
 BARE = """
 import sys
 ALLOWED = {"agent", "numpy", "zmq", *sys.argv.pop(1).split(","), *sys.stdlib_module_names, *sys.builtin_module_names}
@@ -35,7 +35,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("kernel", ["numpy", "onnxruntime"])
-def test_the_agent_works_with_numpy_and_pyzmq_alone_and_onnx_runtime_where_it_is(
+def test_the_agent_needs_only_numpy_and_pyzmq_and_uses_onnx_runtime_if_present(
     start: Start, serve: Serve, kernel: str
 ) -> None:
     server = serve()
@@ -50,7 +50,9 @@ def test_the_agent_works_with_numpy_and_pyzmq_alone_and_onnx_runtime_where_it_is
 
 
 @pytest.mark.slow
-def test_rules_status_and_updates_need_no_more(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_status_and_updates_need_no_other_package(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLEAVE_RULES", str(tmp_path / "owner.toml"))
     for words in (("rules", "set", "battery_above", "40"), ("status",), ("measure", "--help")):
         program = start("-c", BARE, "", *words)
@@ -59,7 +61,7 @@ def test_rules_status_and_updates_need_no_more(start: Start, tmp_path: Path, mon
 
 
 def most_ever(pid: int) -> int:
-    """Resident bytes of a process when they were most; those of now where the kernel does not say."""
+    """Peak resident bytes of a process; the current ones where the kernel does not report a peak."""
     status = Path(f"/proc/{pid}/status")
     lines = status.read_text().splitlines() if status.exists() else []
     kib = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
@@ -82,8 +84,10 @@ def test_an_agent_holds_little_beside_its_budget(start: Start, serve: Serve, ker
     assert peak <= most + budget
 
 
-def test_a_server_that_sends_more_than_the_budget_is_not_obeyed(start: Start, serve: Serve, until: Until) -> None:
-    """The server believes in 1 GB, the device lends 1 MB: it holds no more, and says so."""
+def test_an_agent_takes_no_more_than_its_budget_whatever_the_server_sends(
+    start: Start, serve: Serve, until: Until
+) -> None:
+    """The server counts on 1 GB, the device lends 1 MB: it holds no more, and says so."""
     code = """
 import sys
 import agent.compute.session
@@ -100,7 +104,7 @@ sys.exit(main(sys.argv[1:]))
     assert "joining again" in agent.expect("1 MB are lent")
 
 
-# ---- what it knows of itself
+# ---- its own profile
 
 
 @pytest.fixture
@@ -135,7 +139,7 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
     renamed = know(own_state, "tablet", threads=1, kernel="numpy", memory="64 MB", measure=True).profile
     assert renamed is not None
     assert json.loads(renamed)["device"]["name"] == "tablet"
-    assert is_current(kept, threads=1)  # but not for ever:
+    assert is_current(kept, threads=1)  # until it is too old:
     assert not is_current(kept, threads=2)
     assert not is_current(kept | {"versions": kept["versions"] | {"numpy": "0.1"}}, threads=1)
     assert not is_current(kept | {"complete": False}, threads=1)
@@ -143,7 +147,7 @@ def test_a_device_measures_itself_once_and_sends_what_it_found(start: Start, ser
 
 
 @pytest.mark.slow
-def test_a_device_that_cannot_be_measured_joins_all_the_same(start: Start, serve: Serve, own_state: Path) -> None:
+def test_a_device_that_cannot_be_measured_joins_anyway(start: Start, serve: Serve, own_state: Path) -> None:
     (own_state / "profile-1-numpy.json").mkdir()  # cannot be written
     server = serve()
     program = first_start(start, server)
@@ -152,8 +156,8 @@ def test_a_device_that_cannot_be_measured_joins_all_the_same(start: Start, serve
     Multiplication(server, (1, 60, 70, 80)).check()
 
 
-def test_the_kernel_that_was_slower_is_not_loaded(start: Start, serve: Serve, own_state: Path) -> None:
-    """It would take 45 MiB for nothing."""
+def test_the_slower_kernel_is_not_loaded(start: Start, serve: Serve, own_state: Path) -> None:
+    """It would waste 45 MiB."""
     code = (
         "import sys\nfrom agent.__main__ import main\ncode = main(sys.argv[1:])\nprint('onnxruntime' in sys.modules)\n"
     )

@@ -1,4 +1,4 @@
-"""A device's end of the line: when it takes the server for gone."""
+"""A device's end of the connection: when it takes the server for gone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class HandClock:
 
 
 class Line:
-    """A connection with its server, both in our hands."""
+    """A connection with its server, both controlled by the test."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.clock = HandClock()
         self.server = context.socket(zmq.ROUTER)
         port = self.server.bind_to_random_port("tcp://127.0.0.1")
         join = Join(np.zeros(1, PROFILE), ["one"])
-        self.arrives = False  # parts of a message
+        self.arrives = False  # parts of a message arrive
         self.connection = Connection(
             context, f"tcp://127.0.0.1:{port}", join, clock=self.clock, arrived_within=lambda *_: self.arrives
         )
@@ -62,26 +62,26 @@ def line() -> Iterator[Line]:
     context.destroy(linger=0)
 
 
-def test_a_silent_server_is_lost_after_so_many_heartbeats(line: Line) -> None:
+def test_a_silent_server_is_lost_after_the_limit_of_heartbeats(line: Line) -> None:
     turns = 4 * SILENT_AFTER
     assert not any(line.turn(HEARTBEAT_S / 4) for _ in range(turns))
     assert line.turn(HEARTBEAT_S / 4)
 
 
-def test_a_word_ends_the_silence(line: Line) -> None:
+def test_any_message_ends_the_silence(line: Line) -> None:
     assert not any(line.turn(HEARTBEAT_S) for _ in range(SILENT_AFTER))
     line.say(Heartbeat())
     assert not any(line.turn(HEARTBEAT_S) for _ in range(SILENT_AFTER))
 
 
-def test_time_in_which_this_process_was_stopped_is_not_the_servers_silence(line: Line) -> None:
+def test_time_while_this_process_was_stopped_does_not_count_as_silence(line: Line) -> None:
     assert not line.turn(1000 * HEARTBEAT_S)
     assert not any(line.turn(HEARTBEAT_S) for _ in range(SILENT_AFTER - 1))
     assert line.turn(HEARTBEAT_S)
 
 
-def test_a_server_whose_message_is_on_its_way_is_not_silent(line: Line) -> None:
-    """On a slow line it may take longer than silence is borne."""
+def test_a_server_whose_message_is_arriving_is_not_silent(line: Line) -> None:
+    """On a slow line a message may take longer than the silence limit."""
     line.arrives = True
     assert not any(line.turn(HEARTBEAT_S) for _ in range(4 * SILENT_AFTER))
     line.arrives = False
@@ -89,7 +89,7 @@ def test_a_server_whose_message_is_on_its_way_is_not_silent(line: Line) -> None:
 
 
 def test_the_kernel_knows_when_bytes_last_came() -> None:
-    """Also if they are only a part of a message, which ZeroMQ does not show."""
+    """Even a part of a message counts, which ZeroMQ does not show."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -100,29 +100,29 @@ def test_the_kernel_knows_when_bytes_last_came() -> None:
         raw.sendall(bytes([4, len(ready)]) + ready + b"\0\4some")
         assert router.poll(30_000)
         connection = descriptor(router.recv_multipart(copy=False)[1])
-        while arrived_within(connection, 0.05):  # the whole one is forgotten
+        while arrived_within(connection, 0.05):  # until the complete message is old
             assert not router.poll(1)
         raw.sendall(b"\0\4half"[:-2])
         until = time.monotonic() + 30
         while not arrived_within(connection, 0.05):
             assert time.monotonic() < until
         assert not arrived_within(connection, 0.0)
-        assert not router.poll(0), "a part is not shown"
+        assert not router.poll(0), "ZeroMQ shows a part"
     context.destroy(linger=0)
     assert not arrived_within(NO_CONNECTION, 60.0)
 
 
-def test_what_is_no_tcp_connection_says_nothing() -> None:
+def test_a_descriptor_that_is_no_tcp_connection_gives_no_answer() -> None:
     one, other = socket.socketpair()
     with one, other:
         assert not arrived_within(one.fileno(), 60.0)
-        assert one.fileno() >= 0, "it was only looked at"
+        assert one.fileno() >= 0, "it was closed"
     with Path(__file__).open() as file:
         assert not arrived_within(file.fileno(), 60.0)
         assert file.readline()
 
 
-def test_who_is_told_that_devices_are_there_finds_what_is_known_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_to_joins_finds_the_new_devices_in_the_servers_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     server, context = Server(), zmq.Context[zmq.Socket[bytes]]()
     found: list[tuple[int, int]] = []
     joined = server.attendance.joined

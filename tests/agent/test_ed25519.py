@@ -1,4 +1,4 @@
-"""Ed25519 as RFC 8032 has it: its own examples, and everything that must not pass."""
+"""Ed25519 by RFC 8032: its own examples, and everything that must not verify."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_examples_of_the_rfc_hold_and_any_change_breaks_them(
 
 
 def test_another_form_of_the_same_signature_is_refused() -> None:
-    """S + L fits the equation too: accepted, a signature could be written in several ways."""
+    """S + L satisfies the equation too: if accepted, one signature could be written in several ways."""
     signature = KEY.sign(b"text")
     s = int.from_bytes(signature[32:], "little")
     assert verifies(KEY.public, b"text", signature)
@@ -85,7 +85,7 @@ def test_another_form_of_the_same_signature_is_refused() -> None:
 
 @pytest.mark.parametrize("encoded", SMALL_ORDER)
 def test_a_key_of_small_order_signs_nothing(encoded: str) -> None:
-    """With the neutral element as the key, R = S B fits every text."""
+    """With the neutral element as the key, R = S B satisfies the equation for every text."""
     key = bytes.fromhex(encoded)
     point = decode_point(key)
     assert point is not None
@@ -96,7 +96,7 @@ def test_a_key_of_small_order_signs_nothing(encoded: str) -> None:
 
 
 def test_an_encoding_that_is_not_canonical_or_off_the_curve_is_no_point() -> None:
-    assert decode_point((P + 1).to_bytes(32, "little")) is None  # the neutral element once more
+    assert decode_point((P + 1).to_bytes(32, "little")) is None  # the neutral element, not canonical
     assert decode_point((2**255 - 1).to_bytes(32, "little")) is None
     assert decode_point((1 | 1 << 255).to_bytes(32, "little")) is None  # x = -0
     assert decode_point((2).to_bytes(32, "little")) is None  # no x fits this y
@@ -105,7 +105,7 @@ def test_an_encoding_that_is_not_canonical_or_off_the_curve_is_no_point() -> Non
         assert not verifies(KEY.public, b"", b"\0" * (size + 32))
 
 
-def test_the_group_is_one() -> None:
+def test_points_form_a_group() -> None:
     assert equal(multiply(L, BASE), IDENTITY)
     assert equal(multiply(5, BASE), add(double(double(BASE)), BASE))
     assert equal(add(BASE, BASE), double(BASE))

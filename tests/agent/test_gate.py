@@ -1,4 +1,4 @@
-"""The agent's gate counts what has arrived against what was delivered."""
+"""The agent's gate compares the bytes that arrived with those that were delivered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Frame:
         return SIZE
 
 
-def test_what_was_delivered_before_the_first_look_is_not_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_delivered_before_the_first_check_are_not_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast line brings the first message before the gate has found the connection."""
     seen: list[Unfinished] = []
     ended = []
@@ -35,8 +35,8 @@ def test_what_was_delivered_before_the_first_look_is_not_unfinished(monkeypatch:
     assert not ended
 
 
-def test_a_verdict_is_asked_twice_before_a_connection_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two readings a message may have been delivered, which counts as unfinished and as held for a moment."""
+def test_a_verdict_is_confirmed_before_a_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message delivered between two readings counts, for a moment, both as unfinished and as held."""
     answers = iter(["too much", "", "too much", "too much"])
     shut: list[str] = []
     watch = InboundLimit("tcp://127.0.0.1:5555", False, lambda _: next(answers), lambda: None)

@@ -1,5 +1,5 @@
-"""Promises of agent.compute.kernels: every kernel multiplies, however its factors lie in memory, and NumPy is always
-there."""
+"""Promises of agent.compute.kernels: every kernel multiplies operands in any memory layout, and NumPy is always
+available."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sliced(x: Array) -> Array:
     return np.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 2), (3, 1)])[..., 1:-2, 3:-1]
 
 
-# the same numbers, lying differently in memory
+# the same numbers in different memory layouts
 LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "plain": np.ascontiguousarray,
     "transposed": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
@@ -50,7 +50,7 @@ sizes = st.one_of(st.just(1), st.integers(1, 70))
 def assert_product(kernel: Kernel, left: Array, right: Array) -> None:
     got = kernel.product(left, right)
     exact = left.astype(np.float64) @ right.astype(np.float64)
-    # what rounding can do to a sum of `inner` terms, whatever their order
+    # error bound for a float32 sum of `inner` terms in any order
     bound = (left.shape[-1] + 1) * np.finfo(np.float32).eps * (np.abs(left).astype(float) @ np.abs(right).astype(float))
     assert got.dtype == np.float32
     assert got.shape == exact.shape
@@ -86,13 +86,13 @@ def test_a_kernel_agrees_with_double_precision(
     assert_product(kernel, left, right)
 
 
-def test_a_kernel_takes_factors_repeated_along_the_batch(kernel: Kernel) -> None:
+def test_a_kernel_takes_operands_repeated_along_the_batch(kernel: Kernel) -> None:
     rng = np.random.default_rng(0)
     left = np.broadcast_to(rng.standard_normal((1, 5, 7)).astype(np.float32), (3, 5, 7))
     assert_product(kernel, left, rng.standard_normal((3, 7, 4)).astype(np.float32))
 
 
-def test_a_kernel_takes_factors_that_may_not_be_written(kernel: Kernel) -> None:
+def test_a_kernel_takes_read_only_operands(kernel: Kernel) -> None:
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 7), (7, 4)))
     frozen = [np.frombuffer(x.tobytes(), np.float32).reshape(x.shape) for x in (left, right)]
@@ -130,27 +130,27 @@ def test_the_onnx_model_multiplies_as_its_name_says(transpose_left: bool, transp
         np.testing.assert_allclose(session.run(["C"], stored)[0], left @ right, rtol=1e-5)
 
 
-# ---- which kernel is taken
+# ---- choice of the kernel
 
 
-def test_onnxruntime_is_offered_where_it_works() -> None:
+def test_onnxruntime_is_offered_if_it_works() -> None:
     pytest.importorskip("onnxruntime")
     offered, rejected = available_kernels()
     assert [k.name for k in offered] == ["numpy", "onnxruntime"]
     assert rejected == {}
 
 
-def test_numpy_does_the_work_where_onnxruntime_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # the import fails, as it does without the package
+def test_numpy_is_used_if_onnxruntime_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # the import fails, as without the package
     measured = pick_kernel()
     assert measured.kernel.name == "numpy"
     assert "onnxruntime" in measured.rejected["onnxruntime"]
     assert "Error" in measured.rejected["onnxruntime"]
 
 
-def test_numpy_does_the_work_where_onnxruntime_cannot_load_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_is_used_if_onnxruntime_cannot_load_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **keywords: object) -> None:
-        raise RuntimeError("cannot load libonnxruntime\nmore lines that nobody reads")
+        raise RuntimeError("cannot load libonnxruntime\nmore lines that are not shown")
 
     fake = SimpleNamespace(
         disable_telemetry_events=lambda: None,
@@ -174,7 +174,7 @@ def test_numpy_does_the_work_where_onnxruntime_cannot_load_the_model(monkeypatch
     ],
     ids=["zeros", "nan", "a little off", "transposed"],
 )
-def test_numpy_does_the_work_where_onnxruntime_multiplies_wrongly(
+def test_numpy_is_used_if_onnxruntime_multiplies_wrongly(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Array, Array], Array]
 ) -> None:
     pytest.importorskip("onnxruntime")
@@ -185,7 +185,7 @@ def test_numpy_does_the_work_where_onnxruntime_multiplies_wrongly(
 
 
 class Paced:
-    """A kernel that takes as long as it is told, on a clock of its own."""
+    """A kernel that takes a given time, on its own clock."""
 
     def __init__(self, name: str, seconds: float, clock: list[float]) -> None:
         self.name, self._seconds, self._clock = name, seconds, clock
@@ -196,9 +196,7 @@ class Paced:
 
 
 @pytest.mark.parametrize("fast", ["numpy", "onnxruntime"])
-def test_the_faster_kernel_is_taken_and_its_speed_is_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, fast: str
-) -> None:
+def test_the_faster_kernel_is_chosen_with_its_measured_speed(monkeypatch: pytest.MonkeyPatch, fast: str) -> None:
     now = [0.0]
     both: list[Kernel] = [Paced(name, 0.5 if name == fast else 1.0, now) for name in ("numpy", "onnxruntime")]
     monkeypatch.setattr(kernels, "available_kernels", lambda threads, only: (both, {}))
@@ -210,7 +208,7 @@ def test_the_faster_kernel_is_taken_and_its_speed_is_what_was_measured(
     assert measured.overhead_s == 0.5
 
 
-def test_the_kernel_that_was_asked_for_is_taken() -> None:
+def test_the_requested_kernel_is_chosen() -> None:
     assert pick_kernel("numpy").kernel.name == "numpy"
 
 
@@ -225,8 +223,8 @@ def test_a_kernel_that_does_not_work_here_says_why(monkeypatch: pytest.MonkeyPat
         pick_kernel("onnxruntime")
 
 
-def test_onnx_runtime_leaves_nothing_among_the_users_files_and_numpy_alone_does_not_load_it(tmp_path: Path) -> None:
-    """It has telemetry, which makes an identity for the device as soon as it is loaded, unless it is told not to."""
+def test_onnx_runtime_writes_no_user_files_and_numpy_alone_does_not_load_it(tmp_path: Path) -> None:
+    """Its telemetry would create an identity for the device as soon as it is loaded, unless switched off."""
     load = "from agent.compute.kernels import pick_kernel"
     code = f"import sys\n{load}\npick_kernel(%r)\nprint('onnxruntime' in sys.modules)"
     for only, loaded in (("onnxruntime", "True"), ("numpy", "False")):
@@ -242,7 +240,7 @@ def test_onnx_runtime_leaves_nothing_among_the_users_files_and_numpy_alone_does_
 
 
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.floats(1, 1e4), st.booleans())
-def test_a_product_in_parts_is_the_product(
+def test_a_product_in_parts_equals_the_whole_product(
     batch: int, rows: int, inner: int, columns: int, part_flops: float, batched: bool
 ) -> None:
     rng = np.random.default_rng(0)
@@ -253,7 +251,7 @@ def test_a_product_in_parts_is_the_product(
     np.testing.assert_allclose(parts.product(one, two), one @ two, rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_that_nobody_wants_any_more_ends_after_the_part_under_way() -> None:
+def test_a_cancelled_product_ends_after_the_part_under_way() -> None:
     done: list[int] = []
 
     class Counting(NumpyKernel):

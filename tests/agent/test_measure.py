@@ -1,4 +1,4 @@
-"""`python -m agent measure` as a real process, the link to a real server, and `cleave twin` on what it measured."""
+"""`python -m agent measure` as a real process, the link to a real server, and `cleave twin` on its measurements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, serve: Serve, tmp_path: Path) -> None:
+def test_a_quick_measurement_gives_a_complete_profile_with_the_link(start: Start, serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "me.json"
     program = start("agent", "measure", "--quick", "--out", str(path), "--name", "me", "--ps", serve().address)
     assert program.wait(LIMIT_S) == 0, program.output
@@ -70,7 +70,7 @@ def test_a_quick_measurement_gives_a_whole_profile_with_the_link(start: Start, s
 
 
 @pytest.mark.slow
-def test_a_server_that_is_gone_at_the_end_costs_no_samples(
+def test_a_server_that_is_gone_at_the_end_loses_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = {"round_trip_s": [1e-3], "down": [[1 << 14, 1e-3, 1e-4]], "up": [[1 << 14, 1e-3, 1e-4]]}
@@ -96,7 +96,7 @@ def test_a_server_that_is_gone_at_the_end_costs_no_samples(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_writes_what_it_has_and_says_that_it_is_not_all(
+def test_an_interrupted_measurement_is_written_and_marked_incomplete(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
     path = tmp_path / "me.json"
@@ -128,8 +128,8 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     assert said in program.errors[-1]
 
 
-def test_a_server_that_has_no_time_to_be_asked_for_gigabytes(serve: Serve) -> None:
-    """A probe larger than allowed is answered with a refusal, and costs the server nothing."""
+def test_a_probe_for_gigabytes_is_refused(serve: Serve) -> None:
+    """A probe beyond the limit gets a refusal, and costs the server nothing."""
     import zmq
 
     from agent.protocol.wire import MAX_PROBE_BYTES, Probe, Refused, decode, encode
@@ -172,7 +172,7 @@ def test_a_quota_holds_is_seen_from_inside_and_leaves_nothing_behind() -> None:
     assert not group.exists()
 
 
-def test_a_quota_that_the_kernel_would_not_keep_is_refused() -> None:
+def test_a_quota_that_the_kernel_would_not_apply_is_refused() -> None:
     with pytest.raises(ValueError, match="too small"), quota.cpu_quota(10):
         pass
 
@@ -181,7 +181,7 @@ def test_a_quota_that_the_kernel_would_not_keep_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) -> None:
+def test_a_twin_gets_the_blocks_of_the_real_device(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "me.json"
     measure = ("agent", "measure", "--quick", "--kernel", "numpy", "--out", str(path))
     assert start(*measure).wait(LIMIT_S) == 0
@@ -202,10 +202,10 @@ def test_a_twin_gets_the_blocks_of_the_real_one(start: Start, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.root("CPU quotas")
 @pytest.mark.usefixtures("quotas")
-def test_a_twin_with_a_quota_is_told_what_its_agent_pays_for_messages(
+def test_a_twin_with_a_quota_is_told_its_agents_cost_of_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the output says what the host's drift since the profile was."""
+    """The output also reports the host's drift since the profile was measured."""
     from rich.console import Console
 
     document = profile(24, 1)
@@ -226,7 +226,7 @@ def test_a_twin_with_a_quota_is_told_what_its_agent_pays_for_messages(
     assert "error without drift" in console.export_text()
 
 
-def test_what_is_given_to_a_twin_changes_products_and_messages_and_nothing_else() -> None:
+def test_corrections_of_a_twin_change_products_and_messages_and_nothing_else() -> None:
     model = Performance(0.001, 1e-9, right_s=1e-9, down_s=1e-8, up_s=1e-8, run_s=0.004, pause_s=0.006, rested=0.9)
     shape = np.array([[1, 20, 50, 30]])
     slower = Now(1.1, (2e-9, 3e-9)).applied(model, 4.0)
@@ -237,23 +237,23 @@ def test_what_is_given_to_a_twin_changes_products_and_messages_and_nothing_else(
     assert Now().applied(model, 4.0) == model
 
 
-def test_the_cost_of_messages_is_what_the_products_do_not_explain() -> None:
+def test_the_cost_of_messages_is_the_time_that_products_do_not_explain() -> None:
     rng = np.random.default_rng(0)
     moved = rng.uniform(1e6, 2e6, (9, 2, 2)) * np.array([[30.0, 1.0], [1.0, 30.0]])
     products_s = rng.uniform(0.001, 0.01, (9, 2))
     used_s = products_s + moved @ np.array([7e-10, 4e-10])
-    used_s[0] *= 10  # somebody else's moment
+    used_s[0] *= 10  # an outlier: another process ran then
     assert message_seconds_now(used_s, products_s, moved) == pytest.approx((7e-10, 4e-10))
     assert message_seconds_now(products_s / 2, products_s, moved) == (0.0, 0.0)
 
 
-def test_the_processor_time_of_a_process_is_that_of_its_own_clock() -> None:
+def test_the_processor_time_of_a_process_matches_its_own_clock() -> None:
     before_s, found_s, after_s = time.process_time(), processor_seconds(os.getpid()), time.process_time()
     assert before_s <= found_s <= after_s
 
 
 @pytest.mark.slow
-def test_reference_products_are_shapes_of_the_profile_that_are_like_blocks(tmp_path: Path) -> None:
+def test_reference_products_are_block_like_shapes_of_the_profile(tmp_path: Path) -> None:
     found = calibrate(read_samples(written(tmp_path, profile(60, 1))))
     batch, rows, _, columns = found.shapes[products(found)].T
     assert len(batch) == 6
@@ -263,12 +263,12 @@ def test_reference_products_are_shapes_of_the_profile_that_are_like_blocks(tmp_p
 
 @pytest.mark.root("CPU quotas")
 @pytest.mark.usefixtures("quotas")
-def test_who_is_served_first_leaves_no_control_group_behind() -> None:
+def test_a_process_with_priority_leaves_no_control_group_behind() -> None:
     def groups(process: int) -> list[Path]:
         return [path for root in (quota.ROOT, quota.ROOT / "cpu") for path in root.glob(f"cleave-{process}-*")]
 
     process = os.fork()
-    if process == 0:  # being less nice cannot be taken back
+    if process == 0:  # a lower nice value cannot be undone
         with quota.served_first():
             there = bool(groups(os.getpid()))
         os._exit(0 if there else 1)
@@ -276,17 +276,17 @@ def test_who_is_served_first_leaves_no_control_group_behind() -> None:
     assert not groups(process)
 
 
-def test_a_pod_computes_as_long_as_the_model_says(serve: Serve) -> None:
+def test_a_pod_computes_for_as_long_as_the_model_says(serve: Serve) -> None:
     model = Performance(0.001, 1e-9, right_s=1e-9, tile_rows=6, tile_columns=16)
     profiles = pack_profiles([Profile(1e9, 0.0, 1e9, 1e9, 0.0, 1 << 30, twin.CREDIT)] * 3)
     of = np.array([0, -1, 0])
     fleet = Fleet(profiles, ["d"] * 3, ["n"] * 3, {}, models=Models((model,), of, ((0, 0), (0, 1), (0, 2))))
-    tiles = np.array([[0, 1, 0, 20, 0, 30], [0, 1, 20, 40, 0, 30], [0, 1, 60, 7, 0, 30]])
+    boxes = np.array([[0, 1, 0, 20, 0, 30], [0, 1, 20, 40, 0, 30], [0, 1, 60, 7, 0, 30]])
     server: Server = serve()
     with Pods(fleet, 2, server.address, "model", pod_pass=server.pod_pass):
         assert server.wait_for_devices(3, 30)
         order = [int(label.rsplit("/", 1)[1]) for label in server.labels]
-        parts = [[twin_blocks.Part(67, 50, 30, tiles, np.arange(3))]] * (twin.TRIES + 2)
+        parts = [[twin_blocks.Part(67, 50, 30, boxes, np.arange(3))]] * (twin.TRIES + 2)
         side = twin.drive(server, parts, 0, order)
         server.stop()
     expected = np.array([model.seconds(np.array([[1, rows, 50, 30]]))[0] for rows in (20, 40, 7)])
@@ -295,7 +295,7 @@ def test_a_pod_computes_as_long_as_the_model_says(serve: Serve) -> None:
     assert side.compute_s == pytest.approx(np.tile(expected, 2), rel=1e-5)
 
 
-def test_this_many_cores_are_needed(tmp_path: Path) -> None:
+def test_too_few_cores_are_refused(tmp_path: Path) -> None:
     document = profile(24, 1)
     document["device"]["threads"] = 10_000
     with pytest.raises(ValueError, match=f"this machine has {os.cpu_count()}"):

@@ -1,5 +1,5 @@
-"""A real agent on its owner's terms, with commands that stand in for Termux:API: unplugged in the middle of a block it
-leaves, says why, and comes back; and whatever its sensors do, it does not stay away for ever."""
+"""A real agent under its owner's rules, with commands that stand in for Termux:API: unplugged in the middle of a block
+it leaves, says why, and returns; and whatever its sensors do, it never stays away for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from conftest import Program, Serve, Start, Until
 
 ROWS, INNER, COLUMNS = 64, 96, 80
-# `python -m agent` as a slow phone: a row of a product of this inner length takes it a tenth of a second
+# `python -m agent` as a slow phone: one row of a product of this inner length takes a tenth of a second
 SLOW = f"""
 import sys, threading
 import agent.compute.kernels, agent.compute.worker
@@ -45,7 +45,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Phone:
-    """What the stand-ins of Termux:API say of it, and its owner's rules."""
+    """The readings of its Termux:API stand-ins, and its owner's rules."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,7 +110,7 @@ def watched(server: Server) -> tuple[list[dict[str, Any]], threading.Event]:
 
 
 @pytest.mark.slow
-def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it_charges(
+def test_an_agent_unplugged_in_the_middle_of_a_block_hands_it_back_and_returns_when_it_charges(
     phone: Phone,
     start: Start,
     serve: Serve,
@@ -134,23 +134,23 @@ def test_unplugged_in_the_middle_of_a_block_it_hands_it_back_and_returns_when_it
     handed_back_s = time.monotonic() - unplugged
     record_property("handed_back_s", handed_back_s)
     print(f"handed back {handed_back_s:.2f} s after it was unplugged")
-    product.check()  # the other one has done it all
+    product.check()  # the other device has computed it all
     (departure,) = server.attendance.departures
     assert (departure.name, departure.until_s) == ("phone", None)
     assert departure.reason == "it is not charging (only_while_charging)"
-    assert departure.blocks == 1  # it was in the middle of it
-    assert server.totals.lost_devices == 0  # it said so itself
+    assert departure.blocks == 1  # it was computing it
+    assert server.totals.lost_devices == 0  # it left with a message
     assert set(server.records.columns()["device"].tolist()) == {1}
     slow.expect("not working: it is not charging")
-    assert sum("computing a row" in line for line in slow.said) < ROWS  # and it has stopped
+    assert sum("computing a row" in line for line in slow.said) < ROWS  # it has stopped computing
     phone.battery("PLUGGED_USB")
-    until(lambda: departure.back_s is not None, "it is back")
-    assert server.labels == ["phone", "other", "phone"]  # the same name, a new stay
+    until(lambda: departure.back_s is not None, "the agent has returned")
+    assert server.labels == ["phone", "other", "phone"]  # the same name, a new number
     assert [event["event"] for event in events] == ["real", "real", "left", "real"]
 
 
 @pytest.mark.slow
-def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
+def test_reasons_for_not_working_are_kept_for_the_owner(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
     server = serve()
     events, _ = watched(server)
     phone.rules("battery_above = 40\ntemperature_below = 38\nonly_on_wifi = true\n")
@@ -162,7 +162,7 @@ def test_what_it_said_is_kept_for_its_owner(phone: Phone, start: Start, serve: S
     assert told.said[0].endswith("(battery_above); it has 41.0 °C, not below 38 °C (temperature_below)")
     assert "suspended" in told.said[0]
     assert told.said[1].startswith("the owner's rules do not allow it to work now: the battery has 30%")
-    until(lambda: "phone" in server.attendance.away, "the server knows why it does not join")
+    until(lambda: "phone" in server.attendance.away, "the server knows why the agent does not join")
     assert server.attendance.away["phone"].startswith("the battery has 30%, not 40% (battery_above); it has 41.0 °C")
     assert [event["event"] for event in events] == ["away"]
     assert server.devices == len(server.labels) == 0
@@ -181,7 +181,7 @@ def test_a_device_that_leaves_for_the_night_says_until_when(phone: Phone, start:
     server = serve()
     _, left = watched(server)
     agents(start, server, 1)
-    hour = (time.localtime().tm_hour + 2) % 24  # never now, whenever this test runs
+    hour = (time.localtime().tm_hour + 2) % 24  # never the present hour
     phone.rules(f'hours = "{hour:02}:00-{hour:02}:01"\n')
     assert left.wait(LIMIT_S)
     (departure,) = server.attendance.departures
@@ -209,7 +209,9 @@ def test_the_bytes_of_a_day_are_counted_over_starts_and_end_the_work(phone: Phon
 
 
 @pytest.mark.slow
-def test_fewer_threads_begin_again_with_fewer_threads(phone: Phone, start: Start, serve: Serve, until: Until) -> None:
+def test_a_rule_for_fewer_threads_restarts_the_agent_with_fewer(
+    phone: Phone, start: Start, serve: Serve, until: Until
+) -> None:
     server = serve()
     watched(server)
     agent = start("agent", "--ps", server.address, "--name", "phone", *FAST, "--threads", "2")
@@ -217,24 +219,22 @@ def test_fewer_threads_begin_again_with_fewer_threads(phone: Phone, start: Start
     assert server.wait_for_devices(1, LIMIT_S)
     phone.rules("threads = 1\n")
     agent.expect("with 1 thread(s)")
-    until(lambda: len(server.labels) == 2 and server.devices == 1, "it has joined again")
+    until(lambda: len(server.labels) == 2 and server.devices == 1, "the agent has joined again")
     Multiplication(server, (1, 60, 70, 80)).check()
 
 
 @pytest.mark.slow
-def test_sensors_that_hang_keep_nobody_away_for_ever(phone: Phone, start: Start, serve: Serve) -> None:
+def test_hanging_sensors_keep_no_device_away_for_ever(phone: Phone, start: Start, serve: Serve) -> None:
     server = serve()
     phone.command("termux-battery-status", "sleep 1000 & wait")
     phone.rules("only_while_charging = true\n")
     agent = start("agent", "--ps", server.address, "--name", "phone", *FAST)
-    agent.expect(
-        "the rule only_while_charging cannot be followed: its sensor is missing; this device works all the same"
-    )
+    agent.expect("the rule only_while_charging cannot be followed: its sensor is missing; this device works anyway")
     Multiplication(server, (1, 60, 70, 80)).check()
 
 
 @pytest.mark.slow
-def test_rules_that_cannot_be_read_are_said_and_those_from_before_stay(
+def test_unreadable_rules_are_reported_and_the_previous_ones_stay(
     phone: Phone, start: Start, serve: Serve, until: Until
 ) -> None:
     server = serve()
@@ -246,20 +246,20 @@ def test_rules_that_cannot_be_read_are_said_and_those_from_before_stay(
     phone.rules("battery_above = 40\n")
     (agent,) = agents(start, server, 1)
     phone.rules("battery_above = \n")
-    agent.expect("the rules from before stay")
+    agent.expect("the previous rules stay")
     phone.battery(percentage=39)
-    until(lambda: server.devices == 0, "it has left by the rule from before")
+    until(lambda: server.devices == 0, "the agent has left by the previous rule")
 
 
 def test_a_phone_with_a_new_address_is_the_same_device_at_once(
     phone: Phone, start: Start, serve: Serve, until: Until
 ) -> None:
-    """Its old connection hangs, as one does whose network is gone; the server does not wait until it is missed."""
-    server = serve(heartbeat_s=30.0)  # so that silence alone would take minutes
+    """Its old connection hangs, as after a loss of the network; the server does not wait until it misses it."""
+    server = serve(heartbeat_s=30.0)  # silence alone would take minutes
     noticed: list[str] = []
     server.notice = noticed.append
     (first,) = agents(start, server, 1)
-    first.signal(signal.SIGSTOP)  # what it holds, it holds for ever
+    first.signal(signal.SIGSTOP)  # it keeps its connection open
     (phone.folder / "state" / "name-agent-0.lock").unlink()  # as after a restart of the phone
     product = Multiplication(server, (1, 64, 64, 64))
     second: Program = start("agent", "--ps", server.address, "--name", "agent-0", *FAST)
@@ -270,7 +270,7 @@ def test_a_phone_with_a_new_address_is_the_same_device_at_once(
 
 
 class Relay:
-    """A network between agent and server that can be cut without a word, as when a phone leaves the house."""
+    """A network between agent and server that can be cut silently, as when a phone leaves the house."""
 
     def __init__(self, address: str) -> None:
         self._to = ("127.0.0.1", int(address.rpartition(":")[2]))
@@ -283,7 +283,7 @@ class Relay:
         self._thread.start()
 
     def cut(self) -> None:
-        """What is open stays open and carries nothing any more; nothing new is let in."""
+        """Open connections stay open and carry nothing; new ones are refused."""
         self._up = False
 
     def mend(self) -> None:
@@ -317,7 +317,7 @@ class Relay:
 
 
 @pytest.mark.slow
-def test_a_phone_that_loses_its_network_and_finds_another_goes_on_as_the_same_device(
+def test_a_phone_that_changes_its_network_continues_as_the_same_device(
     start: Start, until: Until, tmp_path: Path
 ) -> None:
     access = AccessFile(tmp_path / "server")
@@ -331,13 +331,13 @@ def test_a_phone_that_loses_its_network_and_finds_another_goes_on_as_the_same_de
         Multiplication(server, (1, 60, 70, 80)).check()
         for stay in (2, 3):
             relay.cut()
-            until(lambda: server.devices == 0, "it is missed")
+            until(lambda: server.devices == 0, "the server misses the phone")
             product = Multiplication(server, (1, 60, 70, 80), seed=stay)
             relay.mend()
             product.check()  # by the same agent, on a new connection
             assert server.labels == ["phone"] * stay
         assert agent.running
-        until(lambda: sum("joined" in line for line in agent.said) == 3, "it has said so")
+        until(lambda: sum("joined" in line for line in agent.said) == 3, "the agent has said so")
     finally:
         server.stop()
         relay.close()

@@ -1,4 +1,4 @@
-"""The owner's rules: every rule with its reason, the slack at the limits, the hours of the day, and their file."""
+"""The owner's rules: every rule with its reason, hysteresis at the limits, hours of the day, and their file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOON = datetime(2026, 11, 16, 12, 0, 0)
         ({"hours": "22:00-07:00"}, Readings(), "it works at 22:00-07:00 only (hours)", 10 * 3600),
         ({"hours": "11:00-13:00"}, Readings(), None, None),
         ({"hours": "13:00-14:00, 12:30-12:45"}, Readings(), "it works at 13:00-14:00, 12:30-12:45 only (hours)", 1800),
-        # the last MiB is for what is still on its way: the cap itself is never reached
+        # the last MiB is for bytes still in flight: the cap itself is never reached
         ({"data_cap_a_day": "1 GB"}, Readings(data_bytes=10**9 - 2**20 - 1), None, None),
         (
             {"data_cap_a_day": "1 GB"},
@@ -74,7 +74,7 @@ NOON = datetime(2026, 11, 16, 12, 0, 0)
             12 * 3600,
         ),
         ({"threads": 2}, Readings(), None, None),
-        (  # two that end at a known time: the later one; with one that nobody knows: nobody knows
+        (  # two known ends: the later one; one unknown end: unknown
             {"hours": "22:00-07:00", "data_cap_a_day": "1 kB"},
             Readings(data_bytes=2000),
             "it works at 22:00-07:00 only (hours); 2 kB of 1 kB are used for today (data_cap_a_day)",
@@ -102,7 +102,7 @@ def test_every_rule_and_its_reason(
     ("rule", "value"),
     [("only_while_charging", True), ("only_on_wifi", True), ("battery_above", 40), ("temperature_below", 38)],
 )
-def test_a_rule_whose_sensor_is_missing_says_so_and_follows_the_stated_default(rule: str, value: object) -> None:
+def test_a_rule_without_its_sensor_says_so_and_follows_the_stated_default(rule: str, value: object) -> None:
     nothing = Readings()
     assert decide(parse_rules({rule: value}), nothing, NOON) == Decision(True, unknown=(rule,))
     waiting = decide(parse_rules({rule: value, "if_unknown": "wait"}), nothing, NOON)
@@ -112,7 +112,7 @@ def test_a_rule_whose_sensor_is_missing_says_so_and_follows_the_stated_default(r
 
 
 @pytest.mark.parametrize("limit", [0, 40, 97, 100])
-def test_a_battery_begins_again_only_above_the_limit(limit: int) -> None:
+def test_work_resumes_only_when_the_battery_is_above_the_limit(limit: int) -> None:
     rules, stopped = Rules(battery_above=limit), frozenset({"battery_above"})
     enough = min(100, limit + BATTERY_SLACK)
     assert decide(rules, Readings(battery=enough), NOON, stopped).may_work
@@ -152,7 +152,7 @@ def test_a_temperature_that_stays_within_the_slack_changes_the_decision_once_at_
     st.floats(10, 60),
     st.lists(st.floats(0, 100)),
 )
-def test_whatever_happened_before_the_outer_limits_decide(
+def test_beyond_the_outer_limits_the_past_does_not_matter(
     battery: int, levels: list[float], temperature: float, degrees: list[float]
 ) -> None:
     rules = Rules(battery_above=battery, temperature_below=temperature)
@@ -169,7 +169,7 @@ minutes = st.integers(0, DAY_MIN - 1)
 
 
 @given(st.lists(st.tuples(minutes, minutes).filter(lambda p: p[0] != p[1]), min_size=1, max_size=3), minutes)
-def test_hours_are_those_of_a_clock_that_is_watched_minute_by_minute(parts: list[tuple[int, int]], now: int) -> None:
+def test_hours_match_a_check_minute_by_minute(parts: list[tuple[int, int]], now: int) -> None:
     text = ",".join(f"{a // 60:02}:{a % 60:02}-{b // 60:02}:{b % 60:02}" for a, b in parts)
     allowed = set()
     for begin, end in parts:
@@ -183,7 +183,7 @@ def test_hours_are_those_of_a_clock_that_is_watched_minute_by_minute(parts: list
 
 
 @given(st.integers(0, 86_399_999), minutes, minutes)
-def test_at_the_time_that_is_told_work_begins_and_not_before(now_ms: int, begin: int, end: int) -> None:
+def test_work_begins_at_the_stated_time_and_not_before(now_ms: int, begin: int, end: int) -> None:
     if begin == end:
         return
     rules = Rules(hours=Hours("", ((begin, end),)))
@@ -218,7 +218,7 @@ def test_at_the_time_that_is_told_work_begins_and_not_before(now_ms: int, begin:
         ({"updates": True}, '"ask", "auto" or "never"'),
     ],
 )
-def test_a_rule_that_is_wrong_is_named_with_a_right_one(table: dict[str, object], words: str) -> None:
+def test_a_wrong_rule_is_named_with_a_right_example(table: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace('"', ".")):
         parse_rules(table)
 
@@ -242,7 +242,7 @@ def test_rules_are_set_one_by_one_and_the_rest_of_the_file_stays(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("battery_above", "lots"), ("nonsense", "1"), ("threads", "0")])
-def test_what_makes_no_sense_is_not_written(tmp_path: Path, key: str, value: str) -> None:
+def test_an_invalid_rule_is_not_written(tmp_path: Path, key: str, value: str) -> None:
     path = tmp_path / "owner.toml"
     set_rule(path, "battery_above", "40")
     before = path.read_text()
@@ -251,7 +251,7 @@ def test_what_makes_no_sense_is_not_written(tmp_path: Path, key: str, value: str
     assert path.read_text() == before
 
 
-def test_the_command_shows_what_is_set_and_says_what_is_wrong(
+def test_the_command_shows_the_rules_and_reports_mistakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CLEAVE_RULES", str(tmp_path / "owner.toml"))
@@ -269,7 +269,7 @@ def test_the_command_shows_what_is_set_and_says_what_is_wrong(
 # ---- the bytes of today
 
 
-def test_bytes_add_up_over_agents_and_starts_and_begin_anew_with_the_day(tmp_path: Path) -> None:
+def test_bytes_add_up_over_agents_and_starts_and_are_reset_every_day(tmp_path: Path) -> None:
     today, tomorrow = NOON.date(), NOON.date() + timedelta(days=1)
     one, two = Meter(tmp_path / "traffic.json"), Meter(tmp_path / "traffic.json")
     one.add(100)
@@ -289,7 +289,7 @@ def test_bytes_add_up_over_agents_and_starts_and_begin_anew_with_the_day(tmp_pat
     assert one.today(tomorrow) == 7
 
 
-def test_a_damaged_file_counts_as_none(tmp_path: Path) -> None:
+def test_a_damaged_file_counts_as_missing(tmp_path: Path) -> None:
     (tmp_path / "traffic.json").write_text('{"day": "2026-11-16", "bytes": "man')
     meter = Meter(tmp_path / "traffic.json")
     meter.add(5)

@@ -1,4 +1,4 @@
-"""Sensors: what Termux:API and the kernel say and what it means, and commands that fail, lie or never end."""
+"""Sensors: what Termux:API and the kernel report, and commands that fail, lie or never end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WIFI = {
         ({"plugged": None, "status": "UNKNOWN"}, Battery(None, 75, 31.700000762939453)),
     ],
 )
-def test_what_termux_says_of_the_battery(change: dict[str, object], expected: Battery) -> None:
+def test_termux_battery_reports_are_read(change: dict[str, object], expected: Battery) -> None:
     assert termux_battery({**CHARGING, **change}) == expected
     assert termux_battery({}) == Battery()
 
@@ -87,7 +87,7 @@ def test_what_termux_says_of_the_battery(change: dict[str, object], expected: Ba
         ({"supplicant_state": None}, None),
     ],
 )
-def test_what_termux_says_of_the_network(change: dict[str, object], expected: str | None) -> None:
+def test_termux_network_reports_are_read(change: dict[str, object], expected: str | None) -> None:
     assert termux_network({**WIFI, **change}) == expected
 
 
@@ -133,7 +133,7 @@ LAPTOP = {
         ({"power_supply/AC/type": "Mains", "power_supply/AC/online": "1"}, Battery(True)),
     ],
 )
-def test_what_the_kernel_says_of_the_battery(tmp_path: Path, files: dict[str, str], expected: Battery) -> None:
+def test_kernel_battery_files_are_read(tmp_path: Path, files: dict[str, str], expected: Battery) -> None:
     assert sys_battery(write(tmp_path, files)) == expected
 
 
@@ -155,12 +155,12 @@ def route(interface: str, metric: int = 100, destination: str = "00000000", mask
         ([HEAD, route("mystery0")], None),
     ],
 )
-def test_what_the_routes_say_of_the_network(tmp_path: Path, lines: list[str], expected: str | None) -> None:
+def test_the_network_is_read_from_the_routes(tmp_path: Path, lines: list[str], expected: str | None) -> None:
     folder = write(tmp_path, {"route": "\n".join(lines)}) if lines else tmp_path
     assert route_network(folder, tmp_path / "net") == expected
 
 
-def test_a_route_of_the_sixth_version_counts_too(tmp_path: Path) -> None:
+def test_an_ipv6_route_counts_too(tmp_path: Path) -> None:
     zeros = "0" * 32
     line = f"{zeros} 00 {zeros} 00 fe800000000000000000000000000001 00000400 00000001 00000000 00000003 wlan0"
     write(tmp_path, {"ipv6_route": line, "route": HEAD})
@@ -183,7 +183,7 @@ def command(path: Path, script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo", "echo '[1]'", "echo '{\"plugged\":'", "echo Termux:API missing"])
-def test_a_command_that_says_nothing_of_use_says_nothing(stand_in: Path, script: str) -> None:
+def test_a_command_without_a_useful_answer_counts_as_unknown(stand_in: Path, script: str) -> None:
     command(stand_in / "termux-battery-status", script)
     assert Command("termux-battery-status")() == {}
     assert Command("termux-no-such-command")() == {}
@@ -196,14 +196,14 @@ def test_the_sensors_ask_termux_first(stand_in: Path) -> None:
     assert NetworkSensor()() == "wifi"
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_has_started(
+def test_a_command_that_hangs_is_ended_with_its_children(
     stand_in: Path, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.setattr(sensors, "COMMAND_S", 0.5)
     command(stand_in / "termux-battery-status", f"sleep 1000 & echo $! > {stand_in}/child; cat > /dev/null < /dev/zero")
     assert Command("termux-battery-status")() == {}
     child = int((stand_in / "child").read_text())
-    until(lambda: _ended(child), "what the command has started is gone")
+    until(lambda: _ended(child), "the command's child has ended")
 
 
 def _ended(pid: int) -> bool:
@@ -213,7 +213,7 @@ def _ended(pid: int) -> bool:
         return True
 
 
-def test_an_answer_gets_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     news, answers = threading.Event(), [7, None, None]
     sampler: SensorReader[int] = SensorReader("test", lambda: answers.pop(0) if answers else None, news.set)
     sampler.need(0.001)

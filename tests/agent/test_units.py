@@ -74,7 +74,7 @@ def test_computing_rates_are_read_in_flop_per_second() -> None:
     "wrong",
     ["", "20", 20, 2.5, True, None, [], "Mbit", "-3 s", "-1 MB", "nan s", "inf GFLOPS", "1e999 B", "5 parsec", "٣ s"],
 )
-def test_what_is_not_a_finite_quantity_with_a_unit_is_refused(parse: Callable[[object], float], wrong: object) -> None:
+def test_anything_but_a_finite_quantity_with_a_unit_is_refused(parse: Callable[[object], float], wrong: object) -> None:
     with pytest.raises(UnitError, match="write for example"):
         parse(wrong)
 
@@ -121,7 +121,7 @@ def test_quantities_are_shown_with_three_digits_and_a_unit(shown: str, expected:
 
 
 @given(st.floats(min_value=1e-6, max_value=1e15))
-def test_what_is_shown_reads_back_within_half_a_percent(value: float) -> None:
+def test_a_shown_quantity_reads_back_within_half_a_percent(value: float) -> None:
     assert parse_duration(format_duration(value)) == pytest.approx(value, rel=5.1e-3)
     assert parse_rate(format_rate(value)) == pytest.approx(value, rel=5.1e-3)
     assert parse_flops(format_flops(value)) == pytest.approx(value, rel=5.1e-3)

@@ -1,5 +1,5 @@
-"""What a release must be to be taken, and what an agent does that cannot take one. The attacks on the running agent are
-in test_attack_updates.py."""
+"""Which releases an agent accepts, and what it does when it cannot take one. Attacks on the running agent are in
+test_attack_updates.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RELEASE = sign_bundle(KEY, DATA, NEXT)
 # ---- a release
 
 
-def test_a_release_is_read_as_it_was_written_and_checks_out() -> None:
+def test_a_release_is_read_as_written_and_verifies() -> None:
     release = parse_release(RELEASE.dump().encode())
     assert release == RELEASE
     check_signature(release, KEY.signer)
@@ -102,7 +102,7 @@ def test_every_field_is_signed(changed: dict[str, str]) -> None:
         ),
     ],
 )
-def test_what_is_no_release_is_rejected(said: bytes) -> None:
+def test_anything_but_a_release_is_rejected(said: bytes) -> None:
     with pytest.raises(Rejected, match="not a signed release"):
         parse_release(said)
 
@@ -127,7 +127,7 @@ def test_noise_is_rejected_and_nothing_else_happens(noise: bytes) -> None:
         (RUNNING, RUNNING, (RUNNING - 1,), True),
     ],
 )
-def test_numbers_only_rise(running: int, highest: int, bad: tuple[int, ...], taken: bool) -> None:
+def test_release_numbers_only_rise(running: int, highest: int, bad: tuple[int, ...], taken: bool) -> None:
     if taken:
         check_number(RELEASE, running, highest, frozenset(bad))
         return
@@ -135,7 +135,7 @@ def test_numbers_only_rise(running: int, highest: int, bad: tuple[int, ...], tak
         check_number(RELEASE, running, highest, frozenset(bad))
 
 
-def test_the_bundle_must_be_the_release_that_it_is_said_to_be(tmp_path: Path) -> None:
+def test_the_bundle_must_be_the_release_that_was_signed(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path, NEXT)
     check_bundle(sign_bundle(KEY, bundle, NEXT), bundle)
     with pytest.raises(Rejected, match=f"says that it is release {NEXT}"):
@@ -174,7 +174,7 @@ def test_files_are_fetched_from_the_servers_own_host(url: str, fetched: str | No
         own_url(url, "tcp://192.0.2.7:5555")
 
 
-# ---- what a device remembers
+# ---- a device's memory of releases
 
 
 def test_the_signer_travels_in_the_invitation_and_is_remembered(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_damaged_memory_trusts_no_signer(tmp_path: Path, text: str) -> None:
 def test_an_installation_cut_off_at_any_moment_leaves_a_whole_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut off before each change of a file's name in turn."""
+    """Cut off before each rename of a file in turn."""
     place, moves = tmp_path / "agent.zip", 0
     real = Path.replace
 
@@ -237,13 +237,13 @@ def test_an_installation_cut_off_at_any_moment_leaves_a_whole_bundle(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.zip", "agent.zip.previous", "agent.zip.trial"]
 
 
-def test_releases_that_were_rolled_back_are_known(tmp_path: Path) -> None:
+def test_releases_that_were_rolled_back_are_remembered(tmp_path: Path) -> None:
     assert bad_releases(tmp_path / "agent.zip") == frozenset()
     (tmp_path / "agent.zip.bad").write_text("7\nnonsense\n9\n")
     assert bad_releases(tmp_path / "agent.zip") == {7, 9}
 
 
-# ---- an agent that is too old
+# ---- an outdated agent
 
 
 @pytest.fixture
@@ -253,22 +253,22 @@ def newer(nothing_left_behind: None) -> Iterator[NewerServer]:
     server.close()
 
 
-def test_a_server_that_hands_out_nothing_at_present_is_asked_again_later(
+def test_a_server_without_a_release_is_asked_again_later(
     start: Start, newer: NewerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phone = Phone(tmp_path, start, monkeypatch)
     program = phone.launch("--invitation", newer.link())
     assert newer.next_join() == VERSION
-    newer.refuse(url="http://127.0.0.1:9/agent.zip")  # nobody listens there
+    newer.refuse(url="http://127.0.0.1:9/agent.zip")  # no server listens there
     program.expect("no update yet: cannot fetch")
     program.signal(signal.SIGTERM)
     assert program.wait() == 0
 
 
-def test_a_server_that_trickles_or_sends_without_end_holds_nobody(
+def test_a_server_that_trickles_or_never_stops_sending_holds_no_agent(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One byte now and then is no silence, and no end either."""
+    """A byte now and then is neither silence nor an end."""
     monkeypatch.setattr(update, "FETCH_S", 0.3)
     listener, stop = socket.create_server(("127.0.0.1", 0)), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/agent.zip"
@@ -307,7 +307,7 @@ def test_a_checkout_is_left_to_its_owner(
     assert newer.asked == []
 
 
-def test_a_refusal_is_understood_in_any_version_and_nothing_else_is() -> None:
+def test_only_a_refusal_is_understood_in_any_version() -> None:
     refused = Refused("too old", True, "http://x/agent.zip", "ab")
     frames = [bytes(frame) for frame in encode(refused)]
     assert decode(frames) == refused
@@ -336,7 +336,7 @@ def test_a_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
         read_signer(str(path))
 
 
-def test_a_server_hands_out_only_what_its_signer_signed_and_ever_newer(tmp_path: Path) -> None:
+def test_a_server_hands_out_only_signed_releases_with_rising_numbers(tmp_path: Path) -> None:
     state, place = tmp_path / "state", tmp_path / "agent.zip"
     assert releases.handed_out(state).release is None
     seven, eight = make_bundle(tmp_path, 7), make_bundle(tmp_path, 8)
@@ -354,13 +354,13 @@ def test_a_server_hands_out_only_what_its_signer_signed_and_ever_newer(tmp_path:
     with pytest.raises(UserError, match="only a higher number"):
         releases.publish(state, signed(seven, 7))
     assert releases.handed_out(state).bundle.data == eight
-    (state / "release" / "agent.zip").write_bytes(seven)  # on the server's disk, afterwards
+    (state / "release" / "agent.zip").write_bytes(seven)  # changed on the server's disk afterwards
     with pytest.raises(UserError, match="is not handed out"):
         releases.handed_out(state)
 
 
 @pytest.mark.slow
-def test_the_commands_from_a_key_to_an_invitation(
+def test_the_commands_lead_from_a_key_to_an_invitation(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLEAVE_STATE", str(tmp_path / "state"))
@@ -391,7 +391,7 @@ def test_the_commands_from_a_key_to_an_invitation(
 
 
 def test_openssl_agrees(tmp_path: Path) -> None:
-    """An implementation that shares no line with ours."""
+    """Independent of our implementation."""
     der = bytes.fromhex("302a300506032b6570032100") + KEY.public  # RFC 8410
     for name, data in (("key.der", der), ("text", RELEASE.text), ("signature", KEY.sign(RELEASE.text))):
         (tmp_path / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""Promises of agent.protocol.wire: what is encoded comes back as it was, and whatever else arrives raises WireError."""
+"""Promises of agent.protocol.wire: an encoded message is decoded unchanged, and anything else raises WireError."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ texts = st.text(max_size=12)
 
 @st.composite
 def tables(draw: st.DrawFn, dtype: np.dtype[Any], max_rows: int = 4) -> NDArray[Any]:
-    """Any table at all: its bytes are arbitrary."""
+    """Any table: its bytes are arbitrary."""
     rows = draw(st.integers(0, max_rows))
     raw = draw(st.binary(min_size=rows * dtype.itemsize, max_size=rows * dtype.itemsize))
     return np.frombuffer(raw, dtype=dtype).copy()
@@ -139,7 +139,7 @@ any_message = st.one_of(*messages.values())
 
 
 def on_the_wire(message: Message) -> list[bytes]:
-    """The frames as the other side's socket hands them over."""
+    """The frames as the receiving socket returns them."""
     return [as_bytes(frame) for frame in encode(message)]
 
 
@@ -150,7 +150,7 @@ def as_bytes(value: Frame) -> bytes:
 
 
 def plain(message: Message) -> tuple[Any, ...]:
-    """A message as something that == can compare, tables with their types."""
+    """A message in a form that == can compare, tables with their types."""
 
     def value(x: Any) -> Any:
         if isinstance(x, np.ndarray):
@@ -162,25 +162,25 @@ def plain(message: Message) -> tuple[Any, ...]:
     return type(message), *(value(getattr(message, f.name)) for f in fields(message))
 
 
-# ---- what is encoded comes back
+# ---- messages are decoded unchanged
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", messages)
 @settings(calm, max_examples=40)
 @given(data=st.data())
-def test_a_message_comes_back_as_it_was(kind: str, data: st.DataObject) -> None:
+def test_a_message_is_decoded_unchanged(kind: str, data: st.DataObject) -> None:
     message = data.draw(messages[kind])
     assert plain(decode(on_the_wire(message))) == plain(message)
 
 
 @settings(calm, max_examples=60)
 @given(any_message)
-def test_a_message_comes_back_from_the_frames_that_zeromq_hands_over(message: Message) -> None:
+def test_a_message_is_decoded_from_zeromqs_frames(message: Message) -> None:
     assert plain(decode([zmq.Frame(frame) for frame in encode(message)])) == plain(message)
 
 
-def test_every_kind_of_message_is_tried_here() -> None:
+def test_every_kind_of_message_is_tested_here() -> None:
     assert {Kind[name.upper()] for name in messages} == set(Kind)
 
 
@@ -202,7 +202,7 @@ def head(kind: int, count: int = 0, *, version: int = VERSION, stamp_ns: int = 0
 
 
 def assert_sound(message: Message) -> None:
-    """Whatever gets through must hold what the rest of the program builds upon."""
+    """A decoded message must keep the guarantees that the rest of the program relies on."""
     match message:
         case Work():
             assert (message.pieces["layout"] <= INNER_MAJOR).all()
@@ -216,7 +216,7 @@ def assert_sound(message: Message) -> None:
         case Join():
             assert len(message.labels) == len(message.profiles) > 0
             for row in message.profiles.tolist():
-                Profile(*row)  # refuses what no device can have
+                Profile(*row)  # refuses impossible figures
         case Welcome():
             assert 0.01 <= message.heartbeat_s <= 3600
     assert plain(decode(on_the_wire(message))) == plain(message)
@@ -271,12 +271,12 @@ def test_a_message_with_a_changed_byte_is_refused_or_sound(message: Message, dat
 
 @settings(calm, max_examples=150)
 @given(message=any_message, data=st.data())
-def test_a_message_that_was_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
+def test_a_truncated_message_is_refused(message: Message, data: st.DataObject) -> None:
     frames = on_the_wire(message)
     which = data.draw(st.sampled_from([i for i, frame in enumerate(frames) if frame]))
     kept = data.draw(st.integers(0, len(frames[which]) - 1))
     if isinstance(message, Work) and which == 1 and kept % 4 == 0:
-        return  # fewer released pieces: their number is announced nowhere, and ZeroMQ does not cut frames
+        return  # fewer released pieces: their number is stated nowhere, and ZeroMQ does not cut frames
     frames[which] = frames[which][:kept]
     with pytest.raises(WireError):
         decode(frames)
@@ -294,7 +294,7 @@ def test_a_message_that_lost_or_gained_a_frame_is_refused(message: Message, data
 
 @settings(calm)
 @given(version=st.integers(0, 255).filter(lambda v: v != VERSION), rest=st.binary(max_size=40))
-def test_another_version_is_told_apart_whatever_follows_it(version: int, rest: bytes) -> None:
+def test_another_version_is_recognised_whatever_follows_it(version: int, rest: bytes) -> None:
     with pytest.raises(
         VersionMismatch, match=f"speaks protocol version {version}, this side version {VERSION}"
     ) as info:
@@ -302,7 +302,7 @@ def test_another_version_is_told_apart_whatever_follows_it(version: int, rest: b
     assert info.value.theirs == version
 
 
-def test_a_peer_of_another_protocol_is_shown_how_its_message_begins() -> None:
+def test_the_error_for_another_protocol_shows_how_the_message_begins() -> None:
     with pytest.raises(WireError, match=r"not a Cleave message.*GET / HT"):
         decode([b"GET / HTTP/1.1\r\n"])
 
@@ -312,21 +312,21 @@ def test_no_frame_at_all_is_refused() -> None:
         decode([])
 
 
-def test_too_many_frames_are_refused_before_any_is_looked_at() -> None:
+def test_too_many_frames_are_refused_before_any_is_read() -> None:
     frames = [head(Kind.WORK)] + [b""] * MAX_FRAMES
     with pytest.raises(WireError, match=f"{MAX_FRAMES + 1} frames, at most {MAX_FRAMES}"):
         decode(frames)
 
 
 @pytest.mark.parametrize("kind", [Kind.WORK, Kind.RESULT, Kind.PROBE, 0])
-def test_nor_is_any_number_of_parts_looked_at(kind: int) -> None:
+def test_too_many_parts_are_refused_before_any_is_read(kind: int) -> None:
     most = MAX_PARTS + 2 if kind == Kind.RESULT else MAX_FRAMES
     with pytest.raises(WireError, match=f"{most + 1} frames, at most"):
         decode([head(kind)] + [b""] * most)
 
 
 @pytest.mark.parametrize("cells", [PART_BYTES // 4, PART_BYTES // 4 + 1, 3 * PART_BYTES // 4])
-def test_long_data_travel_in_parts_that_a_server_takes(cells: int) -> None:
+def test_long_data_travel_in_parts_that_a_server_accepts(cells: int) -> None:
     answers = np.zeros(1, ANSWER)
     answers["cells"] = cells
     data = np.arange(cells, dtype=np.float32)
@@ -345,12 +345,12 @@ def test_long_data_travel_in_parts_that_a_server_takes(cells: int) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.WORK, Kind.RESULT, Kind.CANCEL, Kind.JOIN, Kind.LEAVE, Kind.HEARTBEAT])
 @pytest.mark.parametrize("count", [MAX_ROWS + 1, 2**32 - 1])
-def test_a_huge_number_of_rows_is_refused_without_being_believed(kind: Kind, count: int) -> None:
+def test_a_huge_number_of_rows_is_refused_before_memory_is_taken(kind: Kind, count: int) -> None:
     with pytest.raises(WireError, match=f"{count} rows in one message, at most {MAX_ROWS}"):
         decode([head(kind, count), b"", b"", b""])
 
 
-def test_sizes_that_only_fit_after_overflowing_are_refused() -> None:
+def test_sizes_that_fit_only_by_overflow_are_refused() -> None:
     half = 2**31
     pieces = np.array([(7, OUTER_MAJOR, half, half, 4)], PIECE)  # 4 * batch * outer * inner = 2**66
     with pytest.raises(WireError, match=f"piece 7 has 0 bytes, {2**66} were announced"):
@@ -395,7 +395,7 @@ def test_an_empty_block_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "chunks"), [(0, 0), (1, 1), (7, 3), (2**32 - 1, 2**32 - 1)])
-def test_a_chunk_that_its_block_does_not_have_is_refused(chunk: int, chunks: int) -> None:
+def test_a_chunk_beyond_its_block_is_refused(chunk: int, chunks: int) -> None:
     blocks = np.ones(2, BLOCK)
     blocks["chunk"] = 0
     blocks["chunk"][1], blocks["chunks"][1] = chunk, chunks
@@ -420,7 +420,7 @@ GOOD = Profile(1e9, 0.0, 1e6, 1e6, 0.01, 1 << 20, 2)
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Profile)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1.0, 1e300])
-def test_a_profile_that_no_device_can_have_is_refused(name: str, value: float) -> None:
+def test_an_impossible_profile_is_refused(name: str, value: float) -> None:
     profile = pack_profiles([GOOD, GOOD])
     if profile.dtype[name].kind == "i":
         value = -1 if not value >= 0 else 2**62
@@ -462,8 +462,8 @@ def test_a_join_without_a_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("label", ["\ud800", "a\udfffb"])
-def test_a_text_that_cannot_be_written_down_is_refused(label: str) -> None:
-    """Half of a surrogate pair is fine in JSON, and an exception wherever it is printed or stored later."""
+def test_a_text_that_cannot_be_encoded_is_refused(label: str) -> None:
+    """Half of a surrogate pair is valid in JSON, but raises wherever it is printed or stored later."""
     with pytest.raises(WireError):
         decode(on_the_wire(Join(pack_profiles([GOOD]), [label])))
 
@@ -476,7 +476,7 @@ def test_a_heartbeat_out_of_bounds_is_refused(heartbeat: str) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.REFUSED, Kind.GOODBYE, Kind.LEAVE])
 @pytest.mark.parametrize("text", [b"{}", b'{"reason":1}', b'{"reason":null}', b"[]", b"reason"])
-def test_a_farewell_without_a_reason_is_refused(kind: Kind, text: bytes) -> None:
+def test_a_leave_or_refusal_without_a_reason_is_refused(kind: Kind, text: bytes) -> None:
     body = [b"", text] if kind == Kind.LEAVE else [text]
     with pytest.raises(WireError, match=kind.name):
         decode([head(kind), *body])
@@ -491,7 +491,7 @@ def test_a_text_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch) 
         decode([head(Kind.GOODBYE), bytes(MAX_TEXT_BYTES + 1)])
 
 
-def test_a_join_is_parsed_only_if_it_is_as_long_as_its_devices_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_join_is_parsed_only_if_it_is_no_longer_than_its_devices_need(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(raw: bytes) -> None:
         raise AssertionError("parsed")
 
@@ -503,7 +503,7 @@ def test_a_join_is_parsed_only_if_it_is_as_long_as_its_devices_need(monkeypatch:
         decode([head(Kind.JOIN, many), pack_profiles([GOOD] * many).tobytes(), b"{}"])
 
 
-def test_a_joined_fleet_does_not_keep_the_frames_it_came_in() -> None:
+def test_a_joined_fleet_does_not_keep_its_frames() -> None:
     frames = on_the_wire(Join(pack_profiles([GOOD]), ["phone"]))
     join = decode(frames)
     assert isinstance(join, Join)

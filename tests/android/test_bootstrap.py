@@ -1,4 +1,4 @@
-"""From nothing to useful work on a phone: the bootstrap script in a stand-in Termux, under the two shells there are."""
+"""From nothing to useful work on a phone: the bootstrap script in a stand-in Termux, under both shells."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_fresh_phone_does_useful_work_after_one_command(termux: Termux, files:
     assert again.returncode == 0, again.stdout
     assert "the agent is there already" in again.stdout
     assert "runs already" in again.stdout
-    assert sum(call.startswith("pkg install") for call in termux.calls) == 3  # nothing is installed twice
+    assert sum(call.startswith("pkg install") for call in termux.calls) == 3  # no package is installed twice
     assert server.totals.lost_devices == 0
     stopped = termux.sh("cleave-agent stop")
     assert "has left" in stopped.stdout, stopped.stdout
@@ -84,7 +84,7 @@ DOES_NOT_LOAD = (NO_STATE, "No module named 'onnxruntime.capi.onnxruntime_pybind
     [("dash", *DOES_NOT_LOAD), ("bash", *DOES_NOT_LOAD), ("dash", CRASHES, "its test crashed")],
     ids=["does not load, dash", "does not load, bash", "crashes"],
 )
-def test_with_a_broken_onnx_runtime_numpy_does_the_work_and_it_says_why(
+def test_with_a_broken_onnx_runtime_numpy_is_used_and_the_script_says_why(
     termux: Termux, files: Serving, serve: Serve, code: str, why: str
 ) -> None:
     server = serve()
@@ -97,7 +97,7 @@ def test_with_a_broken_onnx_runtime_numpy_does_the_work_and_it_says_why(
     Multiplication(server, (1, 40, 30, 20)).check()
 
 
-def test_without_an_onnx_runtime_to_be_had_numpy_does_the_work(termux: Termux, files: Serving, serve: Serve) -> None:
+def test_without_an_onnx_runtime_package_numpy_is_used(termux: Termux, files: Serving, serve: Serve) -> None:
     server = serve()
     done = termux.sh(files.command(server.address) + " --unmeasured")
     assert done.returncode == 0, done.stdout
@@ -105,7 +105,7 @@ def test_without_an_onnx_runtime_to_be_had_numpy_does_the_work(termux: Termux, f
     assert server.wait_for_devices(1, 10.0)
 
 
-def test_without_a_ready_made_pyzmq_it_is_built(termux: Termux, files: Serving, serve: Serve) -> None:
+def test_without_a_pyzmq_wheel_it_is_built(termux: Termux, files: Serving, serve: Serve) -> None:
     server = serve()
     (termux.standin / "no-wheel").touch()
     for tool in ("libzmq", "clang", "cmake", "ninja"):
@@ -121,7 +121,7 @@ def test_without_a_ready_made_pyzmq_it_is_built(termux: Termux, files: Serving, 
     ("shell", "missing_from"),
     [("dash", "pkg"), ("dash", "pip"), ("dash", "server"), ("bash", "server")],
 )
-def test_a_network_that_breaks_off_is_named_and_a_second_run_goes_on(
+def test_a_broken_network_is_named_and_a_second_run_continues(
     termux: Termux, files: Serving, serve: Serve, missing_from: str
 ) -> None:
     server = serve()
@@ -129,11 +129,11 @@ def test_a_network_that_breaks_off_is_named_and_a_second_run_goes_on(
     script.write_bytes(files.script)
     command = f"sh bootstrap.sh {server.address} --kernel numpy --unmeasured"
     if missing_from == "server":
-        gone = files.script.replace(files.url.encode(), b"http://127.0.0.1:9")  # nobody listens there
+        gone = files.script.replace(files.url.encode(), b"http://127.0.0.1:9")  # no server listens there
         script.write_bytes(gone)
     else:
         (termux.standin / "no-network").touch()
-    if missing_from == "pip":  # the network goes when Python and NumPy are there
+    if missing_from == "pip":  # the network breaks once Python and NumPy are installed
         for package in ("python", "python-numpy"):
             (termux.standin / "no-network").unlink(missing_ok=True)
             termux.sh(f"pkg install -y {package}")
@@ -150,7 +150,7 @@ def test_a_network_that_breaks_off_is_named_and_a_second_run_goes_on(
     assert server.wait_for_devices(1, 10.0)
 
 
-def test_a_bundle_that_is_not_the_promised_one_is_thrown_away(termux: Termux, files: Serving) -> None:
+def test_a_bundle_with_another_checksum_is_discarded(termux: Termux, files: Serving) -> None:
     wrong = files.script.replace(files.bundle.sha256.encode(), b"0" * 64)
     (termux.home / "bootstrap.sh").write_bytes(wrong)
     done = termux.sh("sh bootstrap.sh tcp://127.0.0.1:9")
@@ -159,7 +159,7 @@ def test_a_bundle_that_is_not_the_promised_one_is_thrown_away(termux: Termux, fi
     assert not list((termux.home / ".cleave").glob("agent.zip*"))
 
 
-def test_a_script_that_was_changed_on_its_way_is_not_run(termux: Termux, files: Serving) -> None:
+def test_a_script_changed_in_transit_is_not_run(termux: Termux, files: Serving) -> None:
     command = files.command("tcp://127.0.0.1:9")
     files.script += b"\necho mischief\n"
     files._files.files["/bootstrap.sh"] = files.script
@@ -171,7 +171,7 @@ def test_a_script_that_was_changed_on_its_way_is_not_run(termux: Termux, files: 
 
 @pytest.mark.slow
 @BOTH_SHELLS
-def test_a_full_disk_is_named_and_a_second_run_goes_on(termux: Termux, files: Serving, serve: Serve) -> None:
+def test_a_full_disk_is_named_and_a_second_run_continues(termux: Termux, files: Serving, serve: Serve) -> None:
     server = serve()
     script = termux.standin / "bootstrap.sh"
     script.write_bytes(files.script)
@@ -187,7 +187,7 @@ def test_a_full_disk_is_named_and_a_second_run_goes_on(termux: Termux, files: Se
     assert full.returncode == 1, full.stdout
     assert full.stdout.splitlines()[-1].startswith("cleave: the disk is full: fetching "), full.stdout
     assert server.devices == 0
-    (termux.standin / "no-room").touch()  # and what apt says of it
+    (termux.standin / "no-room").touch()  # apt's message for it
     (termux.prefix / "bin/python").unlink()
     full = termux.run(*words)
     assert full.returncode == 1
@@ -218,16 +218,16 @@ def test_boot_and_wake_lock_on_request_and_uninstall_removes_everything(
     gone = termux.sh("cleave-agent uninstall")
     assert gone.returncode == 0, gone.stdout
     assert termux.calls[-1] == "termux-wake-unlock"
-    assert termux.ours() == [".termux"]  # Termux's own
+    assert termux.ours() == [".termux"]  # Termux's own folder
     until(lambda: server.devices == 0, "the server knows that the phone has left")
     assert "pkg uninstall python python-numpy" in gone.stdout
 
 
 @pytest.mark.slow
-def test_an_installation_killed_at_any_moment_is_mended_by_the_next(
+def test_an_installation_killed_at_any_moment_is_repaired_by_the_next(
     termux: Termux, files: Serving, serve: Serve
 ) -> None:
-    """Killed after each step in turn, and with half a file where a whole one belongs."""
+    """Killed after each step in turn, with half a file in place of a whole one."""
     server = serve()
     (termux.home / "bootstrap.sh").write_bytes(files.script)
     steps = ("fetch_bundle", "install_command", "remember", "start_agent")
@@ -247,14 +247,16 @@ def test_an_installation_killed_at_any_moment_is_mended_by_the_next(
     assert server.wait_for_devices(1, 10.0)
 
 
-def test_an_agent_that_ends_at_once_shows_its_last_words(termux: Termux, files: Serving) -> None:
+def test_an_agent_that_ends_at_once_shows_its_last_output(termux: Termux, files: Serving) -> None:
     done = termux.sh(files.command("tcp://127.0.0.1:9") + " --memory nonsense")
     assert done.returncode == 1
     assert "the agent ended at once: agent: " in done.stdout, done.stdout
 
 
-def test_outside_termux_it_needs_python_with_numpy_and_zmq(termux: Termux, files: Serving, serve: Serve) -> None:
-    """A proot Debian: no pkg, python3 from Debian."""
+def test_outside_termux_the_script_needs_python_with_numpy_and_zmq(
+    termux: Termux, files: Serving, serve: Serve
+) -> None:
+    """A proot Debian: no pkg, Debian's python3."""
     server = serve()
     (termux.prefix / "bin/pkg").unlink()
     without = termux.sh(files.command(server.address) + " --unmeasured")
@@ -269,7 +271,7 @@ def test_outside_termux_it_needs_python_with_numpy_and_zmq(termux: Termux, files
 
 
 @pytest.mark.parametrize("words", ["", "http://somewhere", "boot", "start"])
-def test_a_command_that_says_nothing_gets_one_explanation(termux: Termux, files: Serving, words: str) -> None:
+def test_an_incomplete_command_gets_one_explanation(termux: Termux, files: Serving, words: str) -> None:
     (termux.home / "bootstrap.sh").write_bytes(files.script)
     done = termux.sh(f"sh bootstrap.sh {words}")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""What a phone installs is one file, always the same, small, and complete; and the server hands out nothing else."""
+"""A phone installs one file: reproducible, small and complete; the server hands out nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def get(url: str) -> bytes:
         return bytes(answer.read())
 
 
-def test_the_bundle_is_the_agent_alone_and_small(tmp_path: Path) -> None:
+def test_the_bundle_holds_only_the_agent_and_is_small(tmp_path: Path) -> None:
     bundle = build()
     assert len(bundle.data) < 1_000_000
     (tmp_path / "agent.zip").write_bytes(bundle.data)
@@ -44,7 +44,7 @@ def test_the_bundle_is_the_agent_alone_and_small(tmp_path: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "agent").rglob("*.py")} <= set(names)
 
 
-def test_the_same_sources_give_the_same_bytes_wherever_they_lie(tmp_path: Path) -> None:
+def test_the_same_sources_give_the_same_bytes_in_any_folder(tmp_path: Path) -> None:
     copy = tmp_path / "agent"
     copy.mkdir()
     for path in sorted((ROOT / "agent").rglob("*.py"), reverse=True):
@@ -104,7 +104,7 @@ def test_nothing_can_be_written(files: Serving, method: str) -> None:
     line.close()
 
 
-def test_garbage_and_endless_requests_are_hung_up_on(files: Serving) -> None:
+def test_invalid_and_endless_requests_are_cut_off(files: Serving) -> None:
     for said in (b"\x00\xff\x00\xff\r\n\r\n", b"GET /" + b"a" * 100_000, b"GET / HTTP/9.9\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", files.port), timeout=10) as line:
             line.sendall(said)
@@ -113,6 +113,6 @@ def test_garbage_and_endless_requests_are_hung_up_on(files: Serving) -> None:
     assert get(f"{files.url}/agent.zip.sha256")
 
 
-def test_a_port_that_is_taken_is_named(files: Serving) -> None:
+def test_a_port_in_use_is_named(files: Serving) -> None:
     with pytest.raises(UserError, match=rf"port {files.port}: Address already in use. Take another port"):
         Serving("127.0.0.1", files.port)

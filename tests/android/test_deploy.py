@@ -1,7 +1,7 @@
-"""Phones at a cable: what is done with each, and what is said of one with which nothing can be done.
+"""Phones on a cable: what is done with each, and what is reported for one that cannot be used.
 
-adb and the phones are stand-ins (tests/helpers/adb_standin.py), the server, the bootstrap script and the agent are
-real. The real adb is asked with no phone attached.
+adb and the phones are stand-ins (tests/helpers/adb_standin.py); the server, the bootstrap script and the agent are
+real. The real adb is called with no phone attached.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Desk:
     def plug(self, serial: str, **phone: Any) -> None:
         made = PIXEL | phone
         if made["state"] == "device" and made["termux"]:
-            termux = Termux(self.folder / f"root-{len(self.phones)}", "dash").make()  # a path in PATH has no colon
+            termux = Termux(
+                self.folder / f"root-{len(self.phones)}", "dash"
+            ).make()  # a path in PATH must not contain a colon
             self.termuxes.append(termux)
             made |= {"environment": termux.environment}
         self.phones[serial] = made
@@ -67,7 +69,7 @@ class Desk:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def deployment(self, serving: Serving, server_port: int, dry_run: Any = None) -> Deployment:
-        """The phone's loopback is this machine's: adb reverse has nothing to do, only to be asked."""
+        """The phone's loopback is this machine's: adb reverse is called, but has nothing to do."""
         return Deployment(Adb(str(self.adb), dry_run), serving, server_port, Ports(server_port, serving.port))
 
 
@@ -96,7 +98,7 @@ def touched(phone: Phone, channel: Channel) -> Phone:
 def test_two_phones_of_two_kinds_are_deployed_at_once_and_work_together(
     desk: Desk, files: Serving, serve: Serve, until: Until
 ) -> None:
-    """One Termux is debuggable, the other is typed into."""
+    """One Termux is debuggable; into the other, commands are typed."""
     server = serve()
     port = int(server.address.rpartition(":")[2])
     desk.plug("2A041FDH200ABC", more=MORE)
@@ -111,7 +113,7 @@ def test_two_phones_of_two_kinds_are_deployed_at_once_and_work_together(
     assert done[0].facts is not None
     assert (done[0].facts.model, done[0].facts.soc, done[0].facts.battery) == ("Pixel 7", "Tensor G2", "85%, charging")
     assert done[1].facts is not None
-    assert done[1].facts.soc == "gs201"  # where the SoC has no name of its own
+    assert done[1].facts.soc == "gs201"  # the SoC has no name of its own
     assert server.wait_for_devices(2, 10.0)
     assert sorted(server.labels) == ["pixel-7-0abc", "sm-a536b-7021"]
     Multiplication(server, (1, 64, 32, 64), grid(64, 64, 16, [0, 1])).check()
@@ -133,14 +135,14 @@ def test_two_phones_of_two_kinds_are_deployed_at_once_and_work_together(
         assert [(p.ok, p.state) for p in newer.each(newer.update)] == [(True, "working: run")] * 2
         for termux in desk.termuxes:
             assert (termux.home / ".cleave/agent.zip").read_bytes() == later.bundle.data
-    assert sorted(server.labels) == sorted(["pixel-7-0abc", "sm-a536b-7021"] * 2)  # each came back
+    assert sorted(server.labels) == sorted(["pixel-7-0abc", "sm-a536b-7021"] * 2)  # each returned
     stopped = deployment.each(deployment.stop)
     assert [p.state for p in stopped] == ["the agent has left"] * 2
-    until(lambda: server.devices == 0, "the server knows that they have left")
+    until(lambda: server.devices == 0, "the server knows that the phones have left")
     assert [p.state for p in deployment.each(deployment.show)] == ["stopped"] * 2
 
 
-def test_ten_phones_at_once_each_get_the_answer_that_is_theirs(desk: Desk, files: Serving) -> None:
+def test_ten_phones_at_once_each_get_their_own_answer(desk: Desk, files: Serving) -> None:
     for i in range(10):
         desk.plug(f"SERIAL{i:04d}", run_as=i % 2 == 0)
         (desk.termuxes[-1].prefix / "bin/cleave-agent").write_text(f"#!/bin/sh\necho this is {i}\n")
@@ -153,7 +155,7 @@ def test_ten_phones_at_once_each_get_the_answer_that_is_theirs(desk: Desk, files
 # ---- phones that do not
 
 
-def test_phones_that_cannot_be_talked_to_are_named_and_do_not_hold_up_the_others(desk: Desk, files: Serving) -> None:
+def test_unreachable_phones_are_named_and_do_not_delay_the_others(desk: Desk, files: Serving) -> None:
     desk.plug("GOOD", more=MORE)
     desk.plug("SHY", state="unauthorized", more="usb:1-2 transport_id:4")
     desk.plug("GONE", state="offline")
@@ -168,7 +170,7 @@ def test_phones_that_cannot_be_talked_to_are_named_and_do_not_hold_up_the_others
     assert "'host'" in rows["ODD"].state
 
 
-def test_a_phone_without_termux_is_told_where_to_get_it(desk: Desk, files: Serving) -> None:
+def test_for_a_phone_without_termux_the_table_says_where_to_get_it(desk: Desk, files: Serving) -> None:
     desk.plug("PLAIN", termux=False, run_as=False)
     (row,) = desk.deployment(files, 9).each(touched)
     assert not row.ok
@@ -204,7 +206,7 @@ def test_a_locked_phone_is_never_typed_into(desk: Desk, files: Serving, monkeypa
     assert not any("input" in call[-1] for call in desk.calls)
 
 
-def test_a_phone_that_lets_nobody_type_says_which_setting_it_is(desk: Desk, files: Serving) -> None:
+def test_a_phone_that_refuses_typed_input_is_shown_with_the_setting_to_change(desk: Desk, files: Serving) -> None:
     refusal = (
         "java.lang.SecurityException: Injecting input events requires the caller to have the INJECT_EVENTS permission"
     )
@@ -214,7 +216,7 @@ def test_a_phone_that_lets_nobody_type_says_which_setting_it_is(desk: Desk, file
     assert "USB debugging (Security settings)" in row.state
 
 
-def test_what_the_bootstrap_script_says_of_its_trouble_is_what_the_table_shows(desk: Desk, files: Serving) -> None:
+def test_the_table_shows_the_error_of_the_bootstrap_script(desk: Desk, files: Serving) -> None:
     desk.plug("FAR")
     (desk.termuxes[0].standin / "no-network").touch()
     deployment = desk.deployment(files, 9)
@@ -223,7 +225,7 @@ def test_what_the_bootstrap_script_says_of_its_trouble_is_what_the_table_shows(d
     assert row.state.startswith("no network, or it broke off: installing Python")
 
 
-def test_a_phone_without_an_agent_says_so(desk: Desk, files: Serving) -> None:
+def test_a_phone_without_an_agent_is_shown_as_such(desk: Desk, files: Serving) -> None:
     desk.plug("NEW")
     deployment = desk.deployment(files, 9)
     (row,) = deployment.each(deployment.show)
@@ -248,13 +250,13 @@ def test_a_dry_run_prints_every_command_and_changes_nothing(desk: Desk, files: S
         "reverse --remove tcp:5555",
     ):
         assert any(expected in line for line in words), expected
-    assert any("bootstrap.sh" in line and "cleave://x" in line for line in told)  # what goes in on standard input
+    assert any("bootstrap.sh" in line and "cleave://x" in line for line in told)  # the standard input
     assert all(call[:2] == ["devices", "-l"] or (call[2] == "shell" and "getprop" in call[3]) for call in desk.calls)
     assert desk.termuxes[0].ours() == []
 
 
 @pytest.mark.slow
-def test_the_real_adb_without_a_phone_gives_clear_words_and_a_dry_run_an_example(tmp_path: Path) -> None:
+def test_the_real_adb_without_a_phone_gives_a_clear_message_and_a_dry_run_an_example(tmp_path: Path) -> None:
     debian.program("adb", "adb")
     environment = os.environ | {"CLEAVE_STATE": str(tmp_path), "ANDROID_ADB_SERVER_PORT": "25037"}
     cleave = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "phones"]
@@ -273,7 +275,7 @@ def test_the_real_adb_without_a_phone_gives_clear_words_and_a_dry_run_an_example
         subprocess.run(["adb", "kill-server"], env=environment, capture_output=True)
 
 
-def test_without_adb_it_says_how_to_get_it() -> None:
+def test_without_adb_the_error_says_how_to_get_it() -> None:
     with pytest.raises(UserError, match=r"adb-that-is-not-there is not installed. Debian, Ubuntu: apt install adb"):
         Adb("adb-that-is-not-there").devices()
 
@@ -303,7 +305,7 @@ SERIAL = st.text("ABCDEFG0123456789.:_-", min_size=4, max_size=30)
 
 
 @given(st.dictionaries(SERIAL, st.sampled_from(["device", *STATES]), max_size=4))
-def test_whoever_is_listed_is_found_with_its_state(phones: dict[str, str]) -> None:
+def test_every_listed_phone_is_found_with_its_state(phones: dict[str, str]) -> None:
     lines = [f"{serial:<22} {state} transport_id:1" for serial, state in phones.items()]
     found = parse_devices("\n".join(["List of devices attached", *lines]))
     assert {a.serial: a.state for a in found} == phones
@@ -311,6 +313,6 @@ def test_whoever_is_listed_is_found_with_its_state(phones: dict[str, str]) -> No
 
 
 @given(st.text())
-def test_facts_are_read_from_whatever_a_phone_says(text: str) -> None:
+def test_facts_are_read_from_any_output_of_a_phone(text: str) -> None:
     parse_facts(text)
     parse_facts(text.replace("\n", "\nmodel="))

@@ -57,7 +57,9 @@ def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     invite = start("-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1", "--port", port)
     command = invite.expect("curl -fsSO ")
     invite.expect("until Ctrl-C")
-    again = start("-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1:5555", "--port", port)  # elsewhere, too
+    again = start(
+        "-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1:5555", "--port", port
+    )  # for an address elsewhere
     assert again.wait() == 0
     assert "from a server that runs already" in again.output
     done = termux.sh(f"{command} --name my-phone --unmeasured")
@@ -70,21 +72,21 @@ def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     assert "only_while_charging  on" in termux.sh("cleave-agent rules set only_while_charging true").stdout
     token = command.split("token=")[1].split("&")[0].encode()
     with_token = [p for p in (termux.home / ".cleave").rglob("*") if p.is_file() and token in p.read_bytes()]
-    assert with_token == [], "a token that has served is left about"
+    assert with_token == [], "a used token is left behind"
     stop = termux.sh("cleave-agent stop; cleave-agent start")  # by its key alone: the invitation was for one phone
     assert "this phone works now" in stop.stdout, stop.stdout
     assert termux.sh("cleave-agent uninstall").returncode == 0
     assert termux.ours() == []
 
 
-def test_an_invitation_with_nobody_to_invite_to_says_so(start: Start, access: AccessFile) -> None:
+def test_an_invitation_without_a_server_says_so(start: Start, access: AccessFile) -> None:
     invite = start("-c", CLEAVE, "phones", "invite", "--port", str(free_port()))
     assert invite.wait() == 2
     assert invite.output.startswith("cleave: no server listens for invited devices; start one with")
 
 
 @pytest.mark.slow
-def test_phones_on_adb_are_a_table(
+def test_phones_on_adb_are_listed_in_a_table(
     start: Start, access: AccessFile, termux: Termux, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adb = tmp_path / "adb"
@@ -95,7 +97,7 @@ def test_phones_on_adb_are_a_table(
     (tmp_path / "phones.json").write_text(json.dumps(phones))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     listed = start("-c", CLEAVE, "phones", "list", "--format", "json")
-    assert listed.wait() == 1  # not all of them work
+    assert listed.wait() == 1  # not all phones work
     first, second = json.loads(listed.output)
     assert (first["model"], first["android"], first["soc"], first["ram"]) == ("Pixel 7", "14", "Tensor G2", "7.97 GB")
     assert (first["battery"], first["state"]) == ("85%, charging", "no agent: cleave phones start")
@@ -105,7 +107,7 @@ def test_phones_on_adb_are_a_table(
     assert "--server-port 5555" in nowhere.output
 
 
-def test_a_run_can_serve_the_files_itself_and_offers_only_what_is_signed(
+def test_a_run_can_serve_the_files_itself_and_offers_only_signed_releases(
     serve: Serve, access: AccessFile, tmp_path: Path
 ) -> None:
     from testbed.runs.display import Display
@@ -116,7 +118,7 @@ def test_a_run_can_serve_the_files_itself_and_offers_only_what_is_signed(
     port = free_port()
     scenario = load_scenario("quickstart", {"server.files": str(port)})
     with serving_files(scenario, server, Display()):
-        assert server.bundle == ("", "")  # a build of this checkout, for new phones alone
+        assert server.bundle == ("", "")  # a build of this checkout, only for new phones
         assert get(f"http://127.0.0.1:{port}/agent.zip") == build().data
     key, bundle = SigningKey(b"k" * 32), build(release=7)
     releases.trust(access.path.parent, key.signer)

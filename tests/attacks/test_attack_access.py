@@ -1,5 +1,5 @@
-"""Attacks on what a server remembers of devices: a liar that comes back, a revoked phone with a fresh key, a process
-that is stopped while it holds the access file, a power cut in the middle of writing it, tokens that are left about."""
+"""Attacks on what a server remembers of devices: a liar that returns, a revoked phone with a fresh key, a process
+stopped while it holds the access file, a power cut while it is written, tokens left behind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ NOW_S = 1_800_000_000.0
 
 
 class Liar(Stranger):
-    """A device on a plain line, with a secret, that answers everything, and wrongly if it is told to."""
+    """A device on a plain line, with a secret. It answers everything, wrongly if told to."""
 
     def __init__(self, server: Server, secret: str, name: str = "liar") -> None:
         super().__init__(server)
@@ -90,7 +90,7 @@ class Liar(Stranger):
         self.pieces: dict[int, Any] = {}
 
     def ask(self) -> Any:
-        """To be taken in."""
+        """Ask to join; the answer."""
         profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 1000)
         self.send(Join(pack_profiles([profile]), [self.name], {"device": self.secret} if self.secret else {}))
         return self.said(Welcome, Refused)
@@ -103,7 +103,7 @@ class Liar(Stranger):
         raise AssertionError(f"none of {kinds} came")
 
     def answer_until(self, over: Callable[[Message], bool], wrong: bool) -> Message:
-        """Whatever it is asked to compute, until it is told what ends it."""
+        """Answer all work until a message satisfies `over`."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             message = self.receive()
@@ -111,7 +111,7 @@ class Liar(Stranger):
                 answer(self, self.pieces, message, wrong)
             if over(message):
                 return message
-        raise AssertionError("it was not told")
+        raise AssertionError("no such message came")
 
 
 def answer(device: Stranger, pieces: dict[int, Any], work: Work, wrong: bool) -> None:
@@ -149,7 +149,7 @@ def liars() -> Iterator[list[Liar]]:
 
 
 def caught(server: Server, liar: Liar, start: Start) -> Refused:
-    """It lies once, beside an honest agent; what it is told."""
+    """It lies once, beside an honest agent; the server's message to it."""
     there = len(server.labels)
     assert isinstance(liar.ask(), Welcome)
     agents(start, server, 1) if server.devices < 2 else None
@@ -163,7 +163,7 @@ def caught(server: Server, liar: Liar, start: Start) -> Refused:
 # ---- reputation
 
 
-def test_a_liar_is_told_and_kept_out_on_the_same_connection_on_another_and_in_the_next_run(
+def test_a_liar_is_told_and_banned_on_this_connection_on_another_and_in_the_next_run(
     server: Server, access: AccessFile, start: Start, liars: list[Liar]
 ) -> None:
     liars.append(Liar(server, "0123abcd-liar"))
@@ -175,7 +175,7 @@ def test_a_liar_is_told_and_kept_out_on_the_same_connection_on_another_and_in_th
     again = liars[0].ask()
     assert isinstance(again, Refused), "the same connection"
     assert "suspended" in again.reason
-    liars.append(Liar(server, "0123abcd-liar", name="somebody else"))
+    liars.append(Liar(server, "0123abcd-liar", name="another name"))
     assert isinstance(liars[1].ask(), Refused), "another connection and another name, the same secret"
     (standing,) = [s for s in access.read().standings if s.bans]
     assert "0123abcd" not in (access.path.read_text()), "the secret stays with its device"
@@ -185,15 +185,15 @@ def test_a_liar_is_told_and_kept_out_on_the_same_connection_on_another_and_in_th
         assert isinstance(liars[2].ask(), Refused), "the next run"
         access.change(lambda book: forgive(book, standing.name, time.time()))
         liars.append(Liar(next_run, "0123abcd-liar"))  # a refused connection ends
-        assert isinstance(liars[3].ask(), Welcome), "its owner has forgiven it while the run goes on"
+        assert isinstance(liars[3].ask(), Welcome), "its ban was lifted during the run"
     finally:
         next_run.stop()
 
 
-def test_a_liar_that_leaves_before_it_is_found_out_is_banned_all_the_same(
+def test_a_liar_that_leaves_before_its_lie_is_found_is_still_banned(
     server: Server, start: Start, liars: list[Liar], until: Until
 ) -> None:
-    """Two devices share a product; the liar answers and hangs up while the other one still computes."""
+    """Two devices share a product; the liar answers and hangs up while the other still computes."""
     liar, slow = Liar(server, "feed-liar"), Liar(server, "cafe-slow", name="slow")
     liars += [liar, slow]
     assert isinstance(liar.ask(), Welcome)
@@ -203,11 +203,11 @@ def test_a_liar_that_leaves_before_it_is_found_out_is_banned_all_the_same(
     product = Multiplication(server, (1, 32, 16, 32), plan)
     work = slow.receive_work()
     answer(liar, {}, liar.receive_work(), wrong=True)
-    until(lambda: server.totals.blocks == 1, "its answer has been taken")
+    until(lambda: server.totals.blocks == 1, "the server has its answer")
     liar.close()
-    until(lambda: server.devices == 1, "it is missed")
+    until(lambda: server.devices == 1, "the server misses it")
     answer(slow, slow.pieces, work, wrong=False)
-    slow.answer_until(lambda message: product.done.is_set(), wrong=False)  # what the liar returned is done again
+    slow.answer_until(lambda message: product.done.is_set(), wrong=False)  # the liar's block is computed again
     product.check()
     liars[0] = Liar(server, "feed-liar")
     told = liars[0].ask()
@@ -215,9 +215,9 @@ def test_a_liar_that_leaves_before_it_is_found_out_is_banned_all_the_same(
     assert "what it returned was wrong" in told.reason
 
 
-def test_a_device_without_a_secret_is_nobody_the_next_time(server: Server, start: Start, liars: list[Liar]) -> None:
-    """It is kept out on its connection; on a new one it begins anew, as a newcomer: nothing lasting can be held against
-    nobody, and nothing good is known of it either."""
+def test_a_device_without_a_secret_is_unknown_the_next_time(server: Server, start: Start, liars: list[Liar]) -> None:
+    """It is refused on its connection; on a new one it starts as a newcomer. Without an identity, no ban lasts, and no
+    good record either."""
     liars.append(Liar(server, ""))
     caught(server, liars[0], start)
     assert isinstance(liars[0].ask(), Refused)
@@ -256,8 +256,8 @@ def test_a_suspended_agent_says_so_in_its_log_and_in_its_status_and_does_not_ham
     assert honest.running
 
 
-def test_an_emulated_liar_that_comes_back_gets_no_more_work_in_its_run(server: Server, liars: list[Liar]) -> None:
-    """A pod whose only device lied lets it leave and join again, as churn does."""
+def test_an_emulated_liar_that_rejoins_gets_no_more_work_in_its_run(server: Server, liars: list[Liar]) -> None:
+    """A pod whose only device lied lets it leave and join again, as in churn."""
     pod = Stranger(server, of_the_run=True)
     profile = pack_profiles([Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 1000)])
     honest = Liar(server, "feed-honest", name="honest")
@@ -297,7 +297,7 @@ def test_a_ban_lasts_longer_each_time_and_ends() -> None:
     assert often.banned_until_s <= NOW_S + DAY_S + MOST_BAN_S
     assert not forgiven(often, NOW_S).banned(NOW_S)
     late = banned(twice, "wrong", twice.seen_s + MEMORY_S, wrong=True)
-    assert late.bans == 1, "what was so long ago does not count any more"
+    assert late.bans == 1, "old bans do not count"
 
 
 def test_a_device_is_proven_by_right_blocks_until_it_lies() -> None:
@@ -320,7 +320,7 @@ def test_slowness_is_remembered_for_a_day_and_fades_when_a_device_keeps_up() -> 
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.floats(0, 2 * MEMORY_S), st.booleans()), max_size=80), st.integers(1, 20)
 )
-def test_the_table_is_bounded_and_bans_are_the_last_to_go(rows: list[tuple[int, float, bool]], most: int) -> None:
+def test_the_table_is_bounded_and_bans_are_dropped_last(rows: list[tuple[int, float, bool]], most: int) -> None:
     table: tuple[Standing, ...] = ()
     for number, ago_s, bad in rows:
         standing = Standing(f"key:{number}", "x", NOW_S - ago_s)
@@ -335,7 +335,7 @@ def test_the_table_is_bounded_and_bans_are_the_last_to_go(rows: list[tuple[int, 
     assert all(s.banned(NOW_S) or s.seen_s + MEMORY_S > NOW_S for s in few)
 
 
-def test_an_owner_who_forgives_is_not_overruled_by_what_a_run_remembers(tmp_path: Path) -> None:
+def test_a_lifted_ban_is_not_restored_by_a_run_that_remembers_it(tmp_path: Path) -> None:
     clock, file = [NOW_S], AccessFile(tmp_path)
     standings = Standings(file.impatient(), now_s=lambda: clock[0])
     refusal = standings.suspended("secret:x", "phone", "wrong", wrong=True)
@@ -351,7 +351,7 @@ def test_an_owner_who_forgives_is_not_overruled_by_what_a_run_remembers(tmp_path
 # ---- tokens
 
 
-def test_a_revoked_phone_does_not_come_back_with_a_fresh_key_and_the_same_token() -> None:
+def test_a_revoked_phone_cannot_return_with_a_fresh_key_and_the_same_token() -> None:
     book = invite(AccessList(), "abc", "token", uses=5, lifetime_s=DAY_S, now_s=NOW_S)
     book, _ = admit(book, "k" * 40, "token", "phone", NOW_S)
     closed, _ = revoke_device(book, "phone", NOW_S)
@@ -375,7 +375,7 @@ def test_a_revoked_phone_does_not_come_back_with_a_fresh_key_and_the_same_token(
         (("--keep-invitation",), "stays open", "open"),
     ],
 )
-def test_revoking_a_device_deals_with_its_invitation(
+def test_revoking_a_device_says_what_becomes_of_its_invitation(
     access: AccessFile, start: Start, options: tuple[str, ...], words: str, state: str
 ) -> None:
     link = parse_link(new_invitation(access, 2, DAY_S, ["192.0.2.7:5555"]).link)
@@ -388,7 +388,7 @@ def test_revoking_a_device_deals_with_its_invitation(
 
 
 @pytest.mark.slow
-def test_the_token_is_gone_from_the_command_line_and_from_its_file_when_the_server_knows_the_device(
+def test_the_token_is_removed_from_command_line_and_file_once_the_server_knows_the_device(
     access: AccessFile, start: Start, tmp_path: Path, until: Until
 ) -> None:
     server = Server(listen=["tcp://127.0.0.1:0"], access=access)
@@ -403,10 +403,10 @@ def test_the_token_is_gone_from_the_command_line_and_from_its_file_when_the_serv
             words = (how, link if how == "--invitation" else str(file))
             agent = start("agent", *words, "--state", str(state), "--name", f"phone-{number}", *FAST)
             agent.expect("joined")
-            until(lambda: token not in (state / "server.json").read_text(), "the state forgets it")  # noqa: B023
+            until(lambda: token not in (state / "server.json").read_text(), "the token is removed from the state")  # noqa: B023
             assert token not in " ".join(psutil.Process(agent.pid).cmdline())
             assert token not in agent.output
-        until(lambda: not file.exists(), "the file that has served is removed")
+        until(lambda: not file.exists(), "the token file is removed")
         agent.signal(signal.SIGTERM)
         assert agent.wait() == 0
         again = start("agent", *words, "--state", str(state), "--name", "phone-1", *FAST)
@@ -447,8 +447,8 @@ def test_a_stopped_process_that_holds_the_lock_stops_neither_training_nor_device
         holder.signal(signal.SIGSTOP)
         begun = time.monotonic()
         Multiplication(server, (1, 60, 70, 80)).check()
-        invited.signal(signal.SIGKILL)  # a device is lost: the server would write down when it was seen last
-        until(lambda: server.devices == 1, "it is missed")
+        invited.signal(signal.SIGKILL)  # a device is lost: the server wants to record when it was last seen
+        until(lambda: server.devices == 1, "the server misses it")
         Multiplication(server, (1, 60, 70, 80)).check()
         record_property("seconds", time.monotonic() - begun)
         assert server.totals.longest_turn_s < 1.0
@@ -461,7 +461,7 @@ def test_a_stopped_process_that_holds_the_lock_stops_neither_training_nor_device
         server.stop()
 
 
-def test_a_change_that_found_the_file_locked_is_made_later(access: AccessFile, start: Start) -> None:
+def test_a_change_to_a_locked_file_is_made_later(access: AccessFile, start: Start) -> None:
     impatient = access.impatient()
     holder = start("-c", HOLDER, str(access.path.with_name("access.lock")))
     holder.expect("has it")
@@ -492,15 +492,13 @@ while True:
 """
 
 
-def test_a_writer_that_is_killed_at_any_moment_leaves_a_readable_file(
-    access: AccessFile, start: Start, until: Until
-) -> None:
+def test_a_writer_killed_at_any_moment_leaves_a_readable_file(access: AccessFile, start: Start, until: Until) -> None:
     invited = new_invitation(access, 1, DAY_S, ["192.0.2.7:5555"])
     for _ in range(5):
         writer = start("-c", WRITER, str(access.path.parent))
         writer.expect("writing")
         before = access.path.stat().st_ino
-        until(lambda: access.path.stat().st_ino != before, "it has written")  # noqa: B023
+        until(lambda: access.path.stat().st_ino != before, "the file is written")  # noqa: B023
         writer.signal(signal.SIGKILL)
         writer.wait()
         fresh = AccessFile(access.path.parent)
@@ -511,7 +509,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_readable_file(
     assert names == ["access.json", "access.lock"], "no unfinished files stay"
 
 
-def test_a_lock_that_is_free_is_had_at_once_and_one_that_is_not_is_named(tmp_path: Path) -> None:
+def test_a_free_lock_is_taken_at_once_and_the_holder_of_a_taken_one_is_named(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with locked(lock) as mine:
         assert mine
@@ -521,7 +519,7 @@ def test_a_lock_that_is_free_is_had_at_once_and_one_that_is_not_is_named(tmp_pat
             pass
 
 
-def test_a_file_of_the_version_before_is_read_and_written_as_the_present_one(access: AccessFile) -> None:
+def test_a_file_of_the_previous_version_is_read_and_written_in_the_current_one(access: AccessFile) -> None:
     new_invitation(access, 1, DAY_S, ["192.0.2.7:5555"])
     saved = json.loads(access.path.read_text())
     del saved["standings"]
@@ -535,7 +533,7 @@ def test_a_file_of_the_version_before_is_read_and_written_as_the_present_one(acc
 
 
 def test_a_thousand_departures_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each writing takes the whole file: one per departure would stop the server's thread for a minute."""
+    """Each write takes the whole file: one per departure would stop the server's thread for a minute."""
     standings = Standings(AccessFile(tmp_path).impatient())
     written: list[Path] = []
 
@@ -551,7 +549,7 @@ def test_a_thousand_departures_are_written_at_once(tmp_path: Path, monkeypatch: 
     assert len(AccessFile(tmp_path).read().standings) == 1000
 
 
-def test_a_folder_that_is_gone_ends_no_server(tmp_path: Path) -> None:
+def test_a_missing_folder_ends_no_server(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     said: list[str] = []
     standings = Standings(AccessFile(folder).impatient(), said.append)
@@ -565,13 +563,13 @@ def test_a_folder_that_is_gone_ends_no_server(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
-# ---- what devices choose, and what the file holds
+# ---- names that devices choose, and values in the file
 
 KEYS = [Keys.new().public for _ in range(2)]
 
 
-def test_a_device_that_is_called_like_anothers_fingerprint_hides_neither() -> None:
-    """A device chooses its name; the owner says a fingerprint and means that key."""
+def test_a_device_named_like_anothers_fingerprint_hides_neither() -> None:
+    """A device chooses its name; an owner who gives a fingerprint means that key."""
     names = (fingerprint(KEYS[1]), fingerprint(KEYS[0]))
     two = AccessList(enrolled=tuple(Enrolled(key, name, "", 0.0, 0.0) for key, name in zip(KEYS, names, strict=True)))
     for key in KEYS:
@@ -589,8 +587,8 @@ WRONG = ["null", '"x"', "1e999", "NaN", "-Infinity", "[]", "{}", "true", "-1", "
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong[:9])
-def test_a_value_of_another_kind_in_the_access_file_is_damage_or_harmless(tmp_path: Path, wrong: str) -> None:
-    """In every place of it. What is read can be used."""
+def test_a_value_of_the_wrong_type_in_the_access_file_is_reported_or_harmless(tmp_path: Path, wrong: str) -> None:
+    """In every place of the file. What is read can be used."""
     file = AccessFile(tmp_path)
     now_s, key = time.time(), Keys.new().public
     book = replace(admit(invite(file.read(), "i", "good", 3, 1e6, now_s), key, "good", "x", now_s)[0], enrolling=5556)
@@ -612,19 +610,19 @@ def test_a_value_of_another_kind_in_the_access_file_is_damage_or_harmless(tmp_pa
         used += 1
         standings, refusals = Standings(read), Refusals(lambda text: None)
         admission = ConnectionAdmission(read, Tickets(), refusals)
-        door = JoinAdmission(read, admission, refusals)
+        join_admission = JoinAdmission(read, admission, refusals)
         assert standings.may_join(key_identity(key)) is None or wrong == "1e300"
         standings.proven(key_identity(key))
         standings.left(key_identity(key), "x", Stay(blocks=1))
         admission.is_welcome(key)
         admission.hello(Keys.new().public, Hello("y", "good"))
-        door.revoked([key])
+        join_admission.revoked([key])
         standings.retry()
-        door.write()
-    assert used < 20, "most of them are damage"
+        join_admission.write()
+    assert used < 20, "most are reported as damage"
 
 
-def test_a_value_of_another_kind_does_not_end_a_running_server(nothing_left_behind: None, tmp_path: Path) -> None:
+def test_a_value_of_the_wrong_type_does_not_end_a_running_server(nothing_left_behind: None, tmp_path: Path) -> None:
     keys, file, now_s = Keys.new(), AccessFile(tmp_path), time.time()
     book = admit(invite(file.read(), "i", "good", 3, 1e6, now_s), keys.public, "good", "x", now_s)[0]
     file.change(lambda _: (replace(book, standings=(Standing(key_identity(keys.public), "x", now_s),)), None))
@@ -639,16 +637,16 @@ def test_a_value_of_another_kind_does_not_end_a_running_server(nothing_left_behi
             join = Join(pack_profiles([Profile(1e9, 0.0, 1e9, 1e9, 0.0, 2**30, 4)]), ["x"], {})
             line.send_multipart([bytes(frame) for frame in encode(join)])
             assert line.poll(10_000)
-            assert isinstance(decode(line.recv_multipart()), Welcome), "what was known before counts"
+            assert isinstance(decode(line.recv_multipart()), Welcome), "the list read before still counts"
     finally:
         server.stop()
     assert server.error is None
 
 
-def test_a_fingerprint_is_shown_whole_however_narrow_the_terminal(
+def test_a_fingerprint_is_shown_in_full_in_a_terminal_of_any_width(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the one thing by which a device can be revoked that the device has not chosen."""
+    """It is the only handle for revoking a device that the device has not chosen itself."""
     now_s = time.time()
     enrolled = tuple(Enrolled(key, "x" * 60, "abcdef", now_s, now_s) for key in KEYS)
     AccessFile(tmp_path).change(lambda book: (replace(book, enrolled=enrolled), None))

@@ -29,7 +29,7 @@ def files(nothing_left_behind: None) -> Iterator[Serving]:
 
 
 class Tricklers:
-    """Connections that send one byte each, again and again, and never a whole request."""
+    """Connections that send single bytes without end, and never a whole request."""
 
     def __init__(self, port: int, count: int, hosts: int = 1) -> None:
         self.lines = [
@@ -72,7 +72,7 @@ def trickle(files: Serving) -> Iterator[Callable[..., Tricklers]]:
 
 
 def fetch_s(files: Serving) -> float:
-    """How long an honest phone takes for the bundle."""
+    """Seconds that an honest phone takes for the bundle."""
     begun = time.monotonic()
     with urllib.request.urlopen(f"{files.url}/agent.zip", timeout=HONEST_S) as answer:
         assert answer.read() == files.bundle.data
@@ -89,14 +89,14 @@ def test_clients_that_trickle_do_not_keep_a_phone_waiting(
     assert slowest_s < HONEST_S
 
 
-def test_also_a_phone_with_the_same_address_is_served(
+def test_a_phone_with_the_address_of_the_tricklers_is_served_too(
     files: Serving, trickle: Callable[..., Tricklers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind one router: one address for all."""
+    """Behind one router, all have one address."""
     monkeypatch.setattr(http_files, "PER_ADDRESS", 8)
     ours = [socket.create_connection(("127.0.0.1", files.port), 10) for _ in range(20)]
     assert fetch_s(files) < HONEST_S
-    for line in ours[:12]:  # the oldest have given way
+    for line in ours[:12]:  # the oldest were cut off
         assert line.recv(1) == b""
     for line in ours:
         line.close()
@@ -107,10 +107,10 @@ def test_time_is_counted_per_connection_not_per_byte(
 ) -> None:
     monkeypatch.setattr(http_files, "REQUEST_S", 0.3)
     tricklers = trickle(10)
-    until(lambda: tricklers.cut == 10, "all are cut off, though they never paused", 10.0)
+    until(lambda: tricklers.cut == 10, "all are cut off, although they never paused", 10.0)
 
 
-def test_one_that_does_not_read_its_answer_is_cut_off(
+def test_a_client_that_does_not_read_its_answer_is_cut_off(
     nothing_left_behind: None, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Large(Answering):
@@ -123,7 +123,7 @@ def test_one_that_does_not_read_its_answer_is_cut_off(
         with socket.create_connection(("127.0.0.1", served.port), 10) as line:
             line.sendall(b"GET /agent.zip HTTP/1.1\r\n\r\n")
             got = line.recv(1)
-            until(lambda: not served.connections, "it is cut off", 10.0)
+            until(lambda: not served.connections, "the client is cut off", 10.0)
             while piece := line.recv(1 << 20):
                 got += piece
     finally:
@@ -141,7 +141,7 @@ def test_one_that_does_not_read_its_answer_is_cut_off(
         (b"nonsense\r\n\r\n", b"HTTP/1.1 400"),
     ],
 )
-def test_a_head_that_is_too_long_or_makes_no_sense_is_answered_once_and_closed(
+def test_a_header_that_is_too_long_or_invalid_is_answered_once_and_closed(
     files: Serving, head: bytes, answer: bytes
 ) -> None:
     with socket.create_connection(("127.0.0.1", files.port), 10) as line:

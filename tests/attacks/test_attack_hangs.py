@@ -1,4 +1,4 @@
-"""Devices that hang, come back, leave and join, in fleets so small and short of memory that they block each other: a
+"""Devices that hang, return, leave and join, in fleets so small and so short of memory that they block each other: a
 product ends as long as one able device lives and answers. The real dispatcher, in virtual time, checked after every
 event."""
 
@@ -18,7 +18,7 @@ from ps.planning.plans import Shape
 from ps.scheduling.events import NameStragglers
 from testbed.virtual.world import Key, Outcome, VirtualFleet, Work
 
-LIMIT_S = 20_000.0  # of virtual time; reached only when nothing will ever happen
+LIMIT_S = 20_000.0  # of virtual time; reached only in a deadlock
 
 
 def profiles(count: int, memory_bytes: int = 1 << 30) -> NDArray[np.void]:
@@ -26,7 +26,7 @@ def profiles(count: int, memory_bytes: int = 1 << 30) -> NDArray[np.void]:
 
 
 class Fleet:
-    """Devices that hang and come back. `later`: memory of those that may still join, in this order."""
+    """Devices that hang and return. `later`: memory of the devices that may still join, in this order."""
 
     def __init__(
         self, count: int, memory_bytes: int = 1 << 30, newcomers: bool = False, later: Sequence[int] = ()
@@ -71,7 +71,7 @@ class Fleet:
             answer_s = self._answers[0][0] if self._answers else float("inf")
             next_s = min(answer_s, max(fleet.next_look_s, fleet.now_s + 0.01))
             if next_s == float("inf"):
-                return None  # nothing will ever happen
+                return None  # a deadlock
             fleet.now_s = max(fleet.now_s, next_s)
             if answer_s > next_s:
                 self._note(fleet.look())
@@ -108,7 +108,9 @@ def test_a_product_ends_as_long_as_one_device_answers(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("newcomer", [False, True])
 @pytest.mark.parametrize("silent", [1, 2, 13])
-def test_a_fleet_that_never_answered_is_named_and_the_next_device_does_its_work(silent: int, newcomer: bool) -> None:
+def test_a_fleet_that_never_answered_is_named_and_the_next_device_takes_over_its_work(
+    silent: int, newcomer: bool
+) -> None:
     fleet = Fleet(silent, later=[1 << 30])
     fleet.hung = set(fleet.alive)
     job = fleet.submit(Shape(1, 512, 512, 512))
@@ -122,7 +124,7 @@ def test_a_fleet_that_never_answered_is_named_and_the_next_device_does_its_work(
 
 
 @pytest.mark.slow
-def test_a_device_that_was_silent_for_long_is_asked_again_when_the_only_other_one_hangs() -> None:
+def test_a_device_silent_for_long_is_tried_again_when_the_only_other_one_hangs() -> None:
     fleet, shape = Fleet(2), Shape(1, 512, 512, 512)
     fleet.hung = {1}
     for _ in range(2000):  # long enough for pauses of minutes

@@ -1,6 +1,6 @@
 """Attack: devices that lie by less than a tolerance; and its opposite, a check that accuses honest devices.
 
-Real servers, pods and agents for what goes over sockets; whole trainings, computed here, for what a lie does to a loss.
+Real servers, pods and agents for what crosses sockets; whole trainings, computed here, for a lie's effect on the loss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIAR = 3
 
 
 def lying_pod(start: Start, server: Server, devices: int, how: str) -> None:
-    """One of its devices lies from its first block on."""
+    """One of its devices lies from the first block on."""
     fleet = {
         "profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * devices,
         "labels": [f"emulated-{i}" for i in range(devices)],
@@ -55,7 +55,7 @@ def lying_pod(start: Start, server: Server, devices: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["bias", "signs"])
-def test_a_device_that_lies_in_small_is_suspended_and_no_other(start: Start, serve: Serve, how: str) -> None:
+def test_a_device_with_small_lies_is_suspended_and_no_other(start: Start, serve: Serve, how: str) -> None:
     server = serve()
     lying_pod(start, server, 13, how)
     for seed in range(100):
@@ -68,7 +68,7 @@ def test_a_device_that_lies_in_small_is_suspended_and_no_other(start: Start, ser
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["numpy", "onnxruntime"])
-def test_products_that_vanish_or_overflow_suspend_no_honest_agent(start: Start, serve: Serve, kernel: str) -> None:
+def test_products_that_underflow_or_overflow_suspend_no_honest_agent(start: Start, serve: Serve, kernel: str) -> None:
     if importlib.util.find_spec(kernel) is None:
         pytest.skip(f"{kernel} is not installed")
     server = serve()
@@ -95,7 +95,7 @@ def submit(server: Server, left: Array, right: Array) -> None:
     assert done.wait(LIMIT_S), f"not complete: suspended {server.suspended}"
 
 
-# ---- what lies do to a training
+# ---- effects of lies on a training
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_lie_as_small_as_rounding_does_nothing(truth: list[float]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [8, 11])
 def test_a_coalition_that_pushes_the_cell_nearest_zero_of_each_block_is_found(levels: int) -> None:
-    """Below the limit of a single cell, it moved the loss by 1.4e-5 and was hardly found: 0 to 13 of 25."""
+    """Below the limit of a single cell it moved the loss by 1.4e-5, and 0 to 13 of 25 liars were found."""
     training = Training(GPT2)
     steps = 4
     moved = run(training, f"nearest to zero of a block off by {levels} levels", 25, training.run(exactly, steps), steps)
@@ -155,7 +155,7 @@ def test_a_coalition_that_pushes_the_cell_nearest_zero_of_each_block_is_found(le
     assert not moved["honest_accused"]
 
 
-def test_every_kind_of_lie_tells_something_else_than_the_truth() -> None:
+def test_every_kind_of_lie_changes_the_result() -> None:
     rng = np.random.default_rng(0)
     left, right = (rng.standard_normal((1, extent, 300), dtype=np.float32) for extent in (40, 30))
     cells = left @ right.transpose(0, 2, 1)
@@ -170,8 +170,8 @@ def test_every_kind_of_lie_tells_something_else_than_the_truth() -> None:
 
 
 @pytest.mark.parametrize("lie", [cell_per_row(1.2), cell_per_row(0.02), flipped_signs(0.045)])
-def test_with_a_long_inner_dimension_a_chosen_cell_is_caught_every_time(lie: Lie) -> None:
-    """A tolerance that grows with sqrt(n) caught 0 of 60."""
+def test_a_lie_in_one_cell_of_a_long_sum_is_caught_every_time(lie: Lie) -> None:
+    """A tolerance that grows with sqrt(n) catches 0 of 60."""
     rng = np.random.default_rng(2)
     left, right = (rng.standard_normal((1, extent, 131_072), dtype=np.float32) for extent in (16, 32))
     honest = NumpyKernel().product(left, right.transpose(0, 2, 1))
@@ -201,7 +201,7 @@ def test_with_a_long_inner_dimension_a_chosen_cell_is_caught_every_time(lie: Lie
     ],
     ids=str,
 )
-def test_no_honest_block_is_called_wrong_whatever_the_training_does(training: Training) -> None:
+def test_no_honest_block_is_accused_in_any_training(training: Training) -> None:
     honest = Honest(all_kernels(), 25_000, np.random.default_rng(0))
     with contextlib.suppress(Enough):
         for seed in range(10):
@@ -212,7 +212,7 @@ def test_no_honest_block_is_called_wrong_whatever_the_training_does(training: Tr
 
 
 @pytest.mark.slow
-def test_a_training_that_diverges_goes_on_as_plain_pytorch_does() -> None:
+def test_a_diverging_training_continues_like_plain_pytorch() -> None:
     training, steps = Training("opt-tiny", 1e30), 4
     trial = Trial(0, lambda block: block.cells)
     losses = training.run(trial.compute, steps)

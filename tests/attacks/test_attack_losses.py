@@ -1,5 +1,5 @@
-"""Verdicts after losses, and joins that cost next to nothing: whoever does the work of a lost fleet makes no run VALID,
-nor is the host to blame for it; and a device that joins nine times is fitted once, after the results are safe."""
+"""Verdicts after losses, and joins that cost next to nothing: work done in place of a lost fleet makes no run VALID,
+and the host is not blamed for it; a device that joins nine times is fitted once, after the results are safe."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from testbed.runs.display import Display
 from testbed.runs.real_devices import MOST_FITS, write_devices
 from testbed.runs.scenario import load_scenario
 
-NOBODY: dict[str, Any] = {}
+NO_OVERRIDES: dict[str, Any] = {}
 
 
 def blocks(late_s: float = 0.0) -> dict[str, Any]:
-    """A hundred modelled blocks of a second each."""
+    """A hundred modelled blocks, one second each."""
     sent_s = np.arange(100.0)
     due_s = sent_s + 1.0
     return {"sent_s": sent_s, "due_s": due_s, "received_s": due_s + late_s, "left_s": due_s + late_s / 2}
@@ -44,15 +44,15 @@ def there(emulated: int, real: int = 0) -> Attendance:
 
 
 def told(attendance: Attendance, begun: Begun, **given: Any) -> Worked:
-    scenario = load_scenario("quickstart", given.pop("scenario", NOBODY))
+    scenario = load_scenario("quickstart", given.pop("scenario", NO_OVERRIDES))
     asked = {"suspended": [], "deaths": [], "stood_still_s": []} | given
     return worked(scenario, 200, begun, attendance, **asked)
 
 
-# ---- who did the work
+# ---- which devices did the work
 
 
-def test_a_fleet_that_was_killed_to_the_last_and_replaced_by_a_laptop_is_not_valid() -> None:
+def test_a_run_whose_whole_fleet_was_killed_and_replaced_by_a_laptop_is_not_valid() -> None:
     attendance = there(200)
     begun = Begun.of(attendance, 0)
     attendance.joined([200], ["laptop"], {}, 1.0)
@@ -61,7 +61,7 @@ def test_a_fleet_that_was_killed_to_the_last_and_replaced_by_a_laptop_is_not_val
     fleet = told(attendance, begun, deaths=deaths)
     found = judge(**blocks(), step_stretch=0.33, fleet=fleet)
     assert found.verdict == DEGRADED
-    assert found.step_stretch is None, "the prediction is for a fleet that was not there"
+    assert found.step_stretch is None, "the prediction is for another fleet"
     assert found.causes == [f"pod {pod} with 100 devices ended (SIGKILL, not by us)" for pod in range(2)]
     assert "200 of 200 emulated devices at the beginning, 0 at the end, at least 0" in found.reason
     assert "real ones 0, 1 and 0" in found.reason
@@ -78,10 +78,10 @@ def test_half_a_fleet_killed_is_the_cause_and_not_the_host() -> None:
     assert "SIGSEGV" in found.reason
     assert "was started again" in found.reason
     assert "too slow" not in found.reason
-    assert found.scale_needed == 1.0, "a slower clock brings nobody back"
+    assert found.scale_suggested is None, "a slower clock brings no device back"
 
 
-def test_devices_that_fall_silent_or_are_suspended_are_named() -> None:
+def test_silent_and_suspended_devices_are_named_as_causes() -> None:
     attendance = there(200)
     begun = Begun.of(attendance, 0)
     attendance.gone(range(30), LOST)
@@ -95,7 +95,7 @@ def test_devices_that_fall_silent_or_are_suspended_are_named() -> None:
     assert (fleet.began, fleet.ended, fleet.least) == (200, 168, 168)
 
 
-def test_what_a_scenario_asked_for_is_no_reason() -> None:
+def test_losses_that_the_scenario_asks_for_are_no_reason() -> None:
     attendance = there(200)
     begun = Begun.of(attendance, 0)
     attendance.gone(range(30), LOST)
@@ -107,7 +107,7 @@ def test_what_a_scenario_asked_for_is_no_reason() -> None:
     assert judge(**blocks(), fleet=fleet).verdict == VALID
 
 
-def test_phones_that_were_asked_for_and_left_are_named_and_guests_are_not() -> None:
+def test_expected_phones_that_left_are_named_and_unexpected_ones_are_not() -> None:
     for phones, unasked in ((2, ("of 2 phones at times only 1 were there",)), (0, ())):
         attendance = there(200, real=2)
         begun = Begun.of(attendance, 0)
@@ -120,7 +120,7 @@ def test_phones_that_were_asked_for_and_left_are_named_and_guests_are_not() -> N
         assert found.verdict == (DEGRADED if unasked else VALID)
 
 
-def test_a_whole_fleet_is_judged_as_before() -> None:
+def test_a_complete_fleet_is_judged_by_the_host() -> None:
     attendance = there(200)
     fleet = told(attendance, Begun.of(attendance, 0))
     assert judge(**blocks(), step_stretch=1.02, fleet=fleet).verdict == VALID
@@ -129,7 +129,7 @@ def test_a_whole_fleet_is_judged_as_before() -> None:
 
 
 @pytest.mark.parametrize("stretch", [0.33, STEPS_AT_LEAST - 0.01])
-def test_a_step_that_is_much_shorter_than_predicted_is_as_wrong_as_a_longer_one(stretch: float) -> None:
+def test_a_step_much_shorter_than_predicted_is_as_invalid_as_a_longer_one(stretch: float) -> None:
     found = judge(**blocks(), step_stretch=stretch)
     assert found.verdict == DEGRADED
     assert "shorter than predicted" in found.reason
@@ -148,7 +148,7 @@ def test_a_server_that_stood_still_is_named_as_the_cause() -> None:
 
 
 def fitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The profiles that are fitted from now on. None of them is good for anything."""
+    """Names of the profiles that are fitted from now on. None of them can be read."""
     found: list[str] = []
 
     def unreadable(path: Path) -> Samples:
@@ -162,7 +162,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def written(
     folder: Path, joins: list[tuple[str, str]], display: Display, now_s: Callable[[], float] = lambda: 0.0
 ) -> list[str]:
-    """Real devices, each with a name and a profile, in the order in which they joined."""
+    """Real devices, each with a name and a profile, in the order of their joins."""
     attendance = Attendance()
     for device, (name, profile) in enumerate(joins):
         attendance.joined([device], [name], {"profile": profile}, 0.0)
@@ -193,13 +193,13 @@ def test_fitting_is_bounded_in_number_and_time_and_says_what_was_left_out(
         names = written(tmp_path, joins, Display(Console(file=file)), lambda: seconds * len(fits))
     assert len(fits) == most
     assert len(names) == 20
-    assert all((tmp_path / "devices" / f"{name}.toml").exists() for name in names), "with the figures that it gave"
+    assert all((tmp_path / "devices" / f"{name}.toml").exists() for name in names), "with the figures it reported"
     assert f"{20 - most} real devices were not fitted" in (tmp_path / "said").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_results_are_on_disk_before_anything_is_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who interrupts the fitting has the results."""
+    """An interrupt during the fitting does not lose the results."""
     from testbed.runs import run as running
 
     seen: list[set[str]] = []

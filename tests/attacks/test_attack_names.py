@@ -1,4 +1,4 @@
-"""Names of connections, which ZeroMQ lets a client choose: nobody ends the server with one, or takes another's."""
+"""Names of connections, which ZeroMQ lets a client choose: no name ends the server, and none is taken from another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ps.access.guard import MOST_SILENT
 from ps.transport.server import Server
 
 LONE_SERVER = str(HELPERS / "lone_server.py")
-# where the names of an unseeded libzmq begin: of the first ROUTER of a process, and of the second
+# first names that an unseeded libzmq gives: of the first ROUTER of a process, and of the second
 FIRST, SECOND = 0x6B8B4567, 0x2AE8944A
 HELLO = [bytes(frame) for frame in encode(Hello("evil"))]
 PROBE = [bytes(frame) for frame in encode(Probe(1, 0, b""))]
@@ -99,38 +99,38 @@ def at_the_data_port(lone: Lone, context: Context, name: bytes) -> zmq.Socket[by
     return opened
 
 
-Door = Callable[[Lone, Context, bytes], "zmq.Socket[bytes]"]
-DOORS: list[tuple[Door, tuple[str, ...]]] = [
+Connect = Callable[[Lone, Context, bytes], "zmq.Socket[bytes]"]
+PORTS: list[tuple[Connect, tuple[str, ...]]] = [
     (at_the_entrance, ("predictable",)),
     (at_the_encrypted_entrance, ("predictable",)),
     (at_the_data_port, ()),
 ]
 
 
-@pytest.mark.parametrize(("door", "options"), DOORS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_name_that_the_server_will_give_does_not_end_it(
-    nothing_left_behind: None, tmp_path: Path, door: Door, options: tuple[str, ...]
+@pytest.mark.parametrize(("connect", "options"), PORTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_client_that_takes_a_future_name_does_not_end_the_server(
+    nothing_left_behind: None, tmp_path: Path, connect: Connect, options: tuple[str, ...]
 ) -> None:
-    """Names that the next connections would get are held, and then connections come until theirs would be given. At the
-    entrance that is harmless even if the attacker knows them all; at the data port it does not."""
+    """The attacker holds names that the next connections would get, and then connects until the server would give them.
+    At the entrance that is harmless even if the attacker knows them all; at the data port it does not know them."""
     with lone_server(tmp_path, *options) as lone, zmq.Context() as context:
-        held = [door(lone, context, chosen(first + 8 + n)) for first in (FIRST, SECOND) for n in range(4)]
+        held = [connect(lone, context, chosen(first + 8 + n)) for first in (FIRST, SECOND) for n in range(4)]
         time.sleep(0.3)
         for _ in range(24):
-            caller = door(lone, context, b"")
+            caller = connect(lone, context, b"")
             held.append(caller)
-            assert caller.poll(int(1000 * LIMIT_S)), "no answer: it is dead"
+            assert caller.poll(int(1000 * LIMIT_S)), "no answer: the server is dead"
         assert lone.process.poll() is None
         for opened in held:
             opened.close()
 
 
-def test_who_speaks_under_a_name_of_the_future_is_not_heard(nothing_left_behind: None, tmp_path: Path) -> None:
-    """Not even if the guess is right, because the number that the server has reached is known to it."""
+def test_a_client_that_speaks_under_a_future_name_is_ignored(nothing_left_behind: None, tmp_path: Path) -> None:
+    """Even if the guess is right, because the server knows which number it has reached."""
     with lone_server(tmp_path, "predictable") as lone, zmq.Context() as context:
         evil = at_the_data_port(lone, context, chosen(FIRST + 1000))
         ended = evil.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        assert ended.poll(int(1000 * LIMIT_S)), "it may stay"
+        assert ended.poll(int(1000 * LIMIT_S)), "it is not cut off"
         assert not evil.poll(0), "it was answered"
         honest = at_the_data_port(lone, context, b"")
         assert honest.poll(int(1000 * LIMIT_S))
@@ -142,7 +142,7 @@ def test_who_speaks_under_a_name_of_the_future_is_not_heard(nothing_left_behind:
 
 @pytest.mark.parametrize("taken", ["each other's", "a device's"])
 def test_connections_that_take_a_name_and_send_much_leave_nothing_open(nothing_left_behind: None, taken: str) -> None:
-    """The ROUTER takes nothing from a second connection with a name. It must not stay open for good."""
+    """A ROUTER accepts nothing from a second connection with a taken name. That connection must not stay open."""
     server = Server(heartbeat_s=0.2).start()
     server.notice = lambda text: None
     port = int(server.data_address.rpartition(":")[2])
@@ -163,7 +163,7 @@ def test_connections_that_take_a_name_and_send_much_leave_nothing_open(nothing_l
                 evil.connect(where)
                 for _ in range(2000):
                     evil.send(bytes(100))
-            for evil in many:  # none is answered; by then all have sent what they could
+            for evil in many:  # none is answered; by then all have sent what they can
                 assert not evil.poll(200)
                 evil.close(linger=0)
             honest.close()
@@ -178,7 +178,7 @@ def test_connections_that_take_a_name_and_send_much_leave_nothing_open(nothing_l
         server.stop()
 
 
-def test_first_names_are_not_those_of_another_process(nothing_left_behind: None) -> None:
+def test_first_names_differ_between_processes(nothing_left_behind: None) -> None:
     given = []
     for _ in range(3):
         server = Server().start()
@@ -187,13 +187,13 @@ def test_first_names_are_not_those_of_another_process(nothing_left_behind: None)
         given.append(int.from_bytes(next(iter(server.peers))[1:], "big"))
         device.close()
         server.stop()
-    few = 16  # no more names than that were given before the device's
-    assert all((number - FIRST) % 2**32 > few for number in given), "they begin where they always did"
+    few = 16  # at most this many names were given before the device's
+    assert all((number - FIRST) % 2**32 > few for number in given), "names begin at the unseeded first one"
     assert all(abs(one - other) > few for one, other in itertools.combinations(given, 2))
 
 
-def test_few_are_let_in_and_say_nothing(nothing_left_behind: None) -> None:
-    """Each holds a name, which may be chosen; so on this machine there are few such connections at a time."""
+def test_few_admitted_clients_may_stay_silent(nothing_left_behind: None) -> None:
+    """Each holds a name, which may be chosen; so a machine may have only few such connections at a time."""
     server = Server().start()
     server.notice = lambda text: None
     try:
@@ -207,7 +207,7 @@ def test_few_are_let_in_and_say_nothing(nothing_left_behind: None) -> None:
                 events.append(kept.enter_context(silent.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
                 kept.callback(silent.disable_monitor)
                 silent.connect(where)
-            deadline_s = time.monotonic() + 3.0  # less than any of them may stay alone
+            deadline_s = time.monotonic() + 3.0  # less than the time limit of each
             while sum(bool(event.poll(0)) for event in events) < 2 * MOST_SILENT:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
@@ -219,7 +219,7 @@ def test_few_are_let_in_and_say_nothing(nothing_left_behind: None) -> None:
 
 
 @pytest.mark.slow
-def test_one_key_does_not_connect_again_and_again(nothing_left_behind: None, tmp_path: Path) -> None:
+def test_one_key_cannot_connect_again_and_again(nothing_left_behind: None, tmp_path: Path) -> None:
     access = AccessFile(tmp_path / "server")
     access.change(lambda book: (invite(book, "i", "token", 1, 1e5, time.time()), None))
     server = Server(listen=["tcp://127.0.0.1:0"], access=access).start()

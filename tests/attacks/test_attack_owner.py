@@ -1,5 +1,5 @@
 """A hostile server and an owner's limits: whatever it sends, the agent's memory stays within what is lent, and its
-bytes within today's cap. The server is a bare ROUTER, the agent a real process."""
+traffic within the daily cap. The server is a bare ROUTER, the agent a real process."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 LIMIT_S = 30.0
 MB, MIB = 1_000_000, 1 << 20
 LENT = 16 * MB
-# Beyond what is lent times MEMORY_SLACK: the interpreter's own growth (first messages, first product, BLAS's buffers)
-# and, for a message without end, what arrives between two looks of the gate at 100 MB/s.
+# Beyond MEMORY_SLACK times the lent memory: the interpreter's own growth (first messages, first product, BLAS's
+# buffers) and, for an endless message, what arrives between two checks of the gate at 100 MB/s.
 SLACK = 48 * MB
 
 
 class HostileServer:
-    """Takes the agent in, and sends it what it likes."""
+    """Admits the agent, and sends it anything."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -61,7 +61,7 @@ class HostileServer:
         self.address = f"tcp://127.0.0.1:{self._entrance.bind_to_random_port('tcp://127.0.0.1')}"
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 1)  # answers that are not read stay with the agent
+        self.socket.setsockopt(zmq.RCVHWM, 1)  # unread answers stay with the agent
         self.socket.setsockopt(zmq.PLAIN_SERVER, 1)
         self._port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self._stopped = threading.Event()
@@ -69,32 +69,32 @@ class HostileServer:
         self._doorkeeper.start()
         self.agent = b""
         self.said: list[str] = []
-        self.offered: list[int] = []  # bytes of memory, one a join
+        self.offered: list[int] = []  # bytes of memory, one entry per join
         self.left: list[Leave] = []
         self.blocks = itertools.count(1)
 
     def _let_in(self) -> None:
-        """Every caller gets a ticket, and every ticket is good."""
+        """Every client gets a ticket, and every ticket is valid."""
         poller = zmq.Poller()
-        for door in (self._entrance, self._authenticator):
-            poller.register(door, zmq.POLLIN)
+        for line in (self._entrance, self._authenticator):
+            poller.register(line, zmq.POLLIN)
         while not self._stopped.is_set():
-            for door, _ in poller.poll(20):
-                frames = door.recv_multipart()
-                if door is self._authenticator:
-                    door.send_multipart([frames[0], frames[1], b"200", b"OK", b"", b""])
+            for line, _ in poller.poll(20):
+                frames = line.recv_multipart()
+                if line is self._authenticator:
+                    line.send_multipart([frames[0], frames[1], b"200", b"OK", b"", b""])
                 else:
-                    door.send_multipart([frames[0], *encode(Ticket(self._port, "come in"))])
+                    line.send_multipart([frames[0], *encode(Ticket(self._port, "come in"))])
 
     def receive(self, limit_s: float = LIMIT_S) -> Message:
-        """The agent's next word; whenever it joins, it is taken in."""
+        """The agent's next message; whenever it joins, it is admitted."""
         assert self.socket.poll(int(1000 * limit_s)), f"the agent says nothing more; so far {self.said}"
         self.agent, *frames = self.socket.recv_multipart()
         message = decode(frames)
         self.said.append(type(message).__name__)
         if isinstance(message, Join):
             self.offered.append(int(message.profiles["memory_bytes"][0]))
-            self.send(Welcome(10.0, "hostile"))  # it may be silent for 80 s
+            self.send(Welcome(10.0, "hostile"))  # allows 80 s of silence
         if isinstance(message, Leave):
             self.left.append(message)
         return message
@@ -110,7 +110,7 @@ class HostileServer:
         self.socket.send_multipart([self.agent, *(bytes(frame) for frame in encode(message))])
 
     def work(self, rows: int, inner: int, columns: int, count: int = 1, chunks: int = 1) -> None:
-        """`count` blocks of one product, with operands of ones; those of the product before are released."""
+        """`count` blocks of one product, with operands of ones; the previous product is released."""
         first = 2 * next(self.blocks)
         pieces = np.array([(first, 0, 1, rows, inner), (first + 1, 0, 1, columns, inner)], PIECE)
         down = 4 * inner * chunks * (rows + columns)
@@ -132,7 +132,7 @@ def read_exactly(peer: socket.socket, size: int) -> bytes:
 
 
 class RawServer:
-    """Speaks ZMTP 3.0 without a library: libzmq itself would not send a message before it is complete."""
+    """Speaks ZMTP 3.0 without a library: libzmq itself would send no message before it is complete."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -142,8 +142,8 @@ class RawServer:
     def endless_message(
         self, agent: Program, words: str, frame_bytes: int, most_bytes: int, at_the_entrance: bool = False
     ) -> int:
-        """Let the agent in and welcome it, then one message of frames without end, at about 100 MB/s, until it hangs up
-        and says these words, or after so many bytes. Bytes that went out."""
+        """Admit the agent, then send one endless message at about 100 MB/s until it hangs up with these words, or after
+        the given number of bytes. Returns the bytes sent."""
         port = self._listener.getsockname()[1]
         peer = self._shake_hands(b"NULL")
         if not at_the_entrance:
@@ -161,7 +161,7 @@ class RawServer:
                     sent += len(frame)
                     pause.wait(frame_bytes / 100e6)
             except OSError:
-                pass  # it has hung up
+                pass  # the agent has hung up
         agent.expect(words)
         return sent
 
@@ -219,7 +219,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Memory:
-    """The most that a process has taken, beyond what it had."""
+    """The most memory that a process has taken beyond its first measurement."""
 
     def __init__(self, program: Program) -> None:
         self._process = psutil.Process(program.pid)
@@ -251,14 +251,14 @@ def test_blocks_with_small_operands_and_huge_outputs_are_refused_before_memory_i
     assert memory.grown_bytes < LENT * MEMORY_SLACK + SLACK
     assert "16 MB are lent" in agent.expect("refused 1 block(s)")
     hostile.work(8, 4, 8)
-    assert hostile.until(Result).answers["status"].tolist() == [DONE], "what fits is still computed"
+    assert hostile.until(Result).answers["status"].tolist() == [DONE], "a block that fits is still computed"
 
 
 @pytest.mark.slow
-def test_outputs_of_many_blocks_wait_for_room_however_few_answers_are_read(
+def test_outputs_of_many_blocks_wait_for_room_while_answers_are_not_read(
     state: Path, start: Start, hostile: HostileServer, until: Until
 ) -> None:
-    """Sixty blocks of 4 MB each, 240 MB in all; the server reads none of the answers until all could be there."""
+    """Sixty blocks of 4 MB each, 240 MB in all; the server reads no answer until all could be finished."""
     agent = lend(start, hostile)
     memory = Memory(agent)
     hostile.work(1000, 1, 1000, count=60)
@@ -269,7 +269,7 @@ def test_outputs_of_many_blocks_wait_for_room_however_few_answers_are_read(
         before, seen[0] = seen[0], process.cpu_times().user
         return seen[0] == before and seen[0] > 0
 
-    until(idle, "it has computed what it has room for")
+    until(idle, "it has computed as much as it has room for")
     assert memory.grown_bytes < LENT * MEMORY_SLACK + SLACK
     done = 0
     while done < 60:
@@ -279,7 +279,7 @@ def test_outputs_of_many_blocks_wait_for_room_however_few_answers_are_read(
     assert memory.grown_bytes < LENT * MEMORY_SLACK + SLACK
 
 
-def test_a_message_without_end_is_cut_off_at_what_is_lent(
+def test_an_endless_message_is_cut_off_at_the_lent_memory(
     state: Path, start: Start, raw: RawServer, record_property: Any
 ) -> None:
     agent = start("agent", "--ps", raw.address, "--memory", f"{LENT} B", *FAST)
@@ -290,7 +290,7 @@ def test_a_message_without_end_is_cut_off_at_what_is_lent(
     assert memory.grown_bytes < LENT * MEMORY_SLACK + SLACK
 
 
-def test_also_at_the_entrance_a_message_without_end_is_cut_off(state: Path, start: Start, raw: RawServer) -> None:
+def test_an_endless_message_is_cut_off_at_the_entrance_too(state: Path, start: Start, raw: RawServer) -> None:
     agent = start("agent", "--ps", raw.address, "--memory", f"{LENT} B", *FAST)
     agent.expect("kernel")
     memory = Memory(agent)
@@ -298,7 +298,7 @@ def test_also_at_the_entrance_a_message_without_end_is_cut_off(state: Path, star
     assert memory.grown_bytes < SLACK
 
 
-def test_a_frame_beyond_what_is_lent_ends_the_connection_before_it_is_read(
+def test_a_frame_beyond_the_lent_memory_ends_the_connection_before_it_is_read(
     state: Path, start: Start, hostile: HostileServer
 ) -> None:
     agent = lend(start, hostile)
@@ -306,7 +306,7 @@ def test_a_frame_beyond_what_is_lent_ends_the_connection_before_it_is_read(
     hostile.socket.send_multipart([hostile.agent, bytes(400 * MB)])
     assert "a frame above 21 MB ends it" in agent.expect("the connection to")
     assert memory.grown_bytes < SLACK
-    hostile.until(Join)  # and it goes on
+    hostile.until(Join)  # the agent continues
 
 
 def test_tables_of_a_million_rows_are_not_unpacked(state: Path, start: Start, hostile: HostileServer) -> None:
@@ -322,13 +322,13 @@ def test_tables_of_a_million_rows_are_not_unpacked(state: Path, start: Start, ho
 
 
 def used_bytes(state: Path) -> int:
-    """As the agent has written them down, every two seconds."""
+    """As the agent records them, every two seconds."""
     path = state / "state" / "traffic.json"
     return int(json.loads(path.read_text())["bytes"]) if path.exists() else 0
 
 
 @pytest.mark.slow
-def test_one_message_cannot_move_more_than_is_left_of_today(
+def test_one_message_cannot_move_more_than_the_rest_of_the_daily_cap(
     state: Path, start: Start, raw: RawServer, until: Until, record_property: Any
 ) -> None:
     """126 MB in one message under a cap of 1 MB."""
@@ -336,23 +336,23 @@ def test_one_message_cannot_move_more_than_is_left_of_today(
     agent = start("agent", "--ps", raw.address, "--memory", f"{LENT} B", *FAST)
     sent = raw.endless_message(agent, "more than may be moved today", 32 * 1024, 126 * MB)
     agent.expect("are used for today (data_cap_a_day)")
-    until(lambda: used_bytes(state) > 900_000, "what came of it is counted")
+    until(lambda: used_bytes(state) > 900_000, "the received bytes are counted")
     record_property("used_bytes", used_bytes(state))
     assert sent < MB + SLACK
-    assert used_bytes(state) < MB + SLACK, "the cap, and what came between two looks"
+    assert used_bytes(state) < MB + SLACK, "the cap, plus what arrives between two checks"
 
 
 @pytest.mark.slow
 def test_an_honest_server_moves_no_more_than_the_cap(
     state: Path, start: Start, hostile: HostileServer, until: Until
 ) -> None:
-    """As a server that keeps to the memory it was offered: whenever all is answered, as much again. It ends below the
-    cap, having used most of it."""
+    """Like a server that keeps to the offered memory: whenever all is answered, it sends as much again. The agent ends
+    below the cap, having used most of it."""
     (state / "owner.toml").write_text('data_cap_a_day = "4 MB"\n')
     agent = lend(start, hostile)
     while not any("are used for today" in leave.reason for leave in hostile.left):
         joins = len(hostile.offered)
-        side = int((hostile.offered[-1] / 12) ** 0.5)  # operands and output: three squares of 4 bytes a cell
+        side = int((hostile.offered[-1] / 12) ** 0.5)  # operands and output: three squares of 4 bytes per cell
         hostile.work(side, side, side)
         while not isinstance(message := hostile.receive(), Result | Leave):
             if len(hostile.offered) > joins:
@@ -363,11 +363,13 @@ def test_an_honest_server_moves_no_more_than_the_cap(
                 hostile.until(Join)
     assert "(data_cap_a_day)" in agent.expect("not working")
     assert len(hostile.offered) < 10
-    until(lambda: used_bytes(state) > 0.7 * 4 * MB, "the bytes are written down")
+    until(lambda: used_bytes(state) > 0.7 * 4 * MB, "the bytes are recorded")
     assert used_bytes(state) <= 4 * MB
 
 
-def test_a_block_in_chunks_that_exceeds_today_is_left_alone(state: Path, start: Start, hostile: HostileServer) -> None:
+def test_a_block_in_chunks_that_exceeds_the_daily_cap_is_not_computed(
+    state: Path, start: Start, hostile: HostileServer
+) -> None:
     (state / "owner.toml").write_text('data_cap_a_day = "1 MB"\n')
     agent = lend(start, hostile)
     hostile.work(10, 100, 10, chunks=1000)
@@ -396,8 +398,8 @@ class Sent:
     ),
     st.integers(0, 1500),
 )
-def test_what_is_taken_never_exceeds_what_is_lent(story: list[tuple[Any, ...]], operand_bytes: int) -> None:
-    """Blocks come, are answered, and answers leave or do not; at any time outputs and operands fit."""
+def test_memory_in_use_never_exceeds_the_lent_memory(story: list[tuple[Any, ...]], operand_bytes: int) -> None:
+    """Blocks arrive and are answered, answers leave or stay; at any time outputs and operands fit."""
     room, numbers = MemoryBudget(1000, 64), itertools.count()
     open_: list[Any] = []
     leaving: list[Sent] = []
@@ -420,12 +422,12 @@ def test_what_is_taken_never_exceeds_what_is_lent(story: list[tuple[Any, ...]], 
         for r in refused:
             assert operand_bytes + output_bytes(r) > room.most_bytes
         if not room.output_bytes:
-            assert not room.waiting, "nothing is under way that could make room: it waits in vain"
+            assert not room.waiting, "nothing under way can make room: it waits for ever"
 
 
 @given(st.integers(100, 10**12), st.lists(st.floats(0, 1), max_size=60))
 def test_a_device_that_leaves_in_time_keeps_to_its_cap(cap: int, moves: list[float]) -> None:
-    """Between two looks of the device a server moves at most what was offered, and as much again before it hears that
+    """Between two checks of the device a server moves at most what was offered, and as much again before it learns that
     the device has left."""
     used, offered = 0, DataPlan(cap, 0).most_memory_bytes
     for part in moves:
@@ -439,6 +441,6 @@ def test_a_device_that_leaves_in_time_keeps_to_its_cap(cap: int, moves: list[flo
             offered = DataPlan(cap, used).most_memory_bytes
 
 
-def test_frames_on_the_wire_are_what_libzmq_sends() -> None:
+def test_frames_on_the_wire_match_those_of_libzmq() -> None:
     assert [on_wire(size, encrypted=False) for size in (0, 255, 256)] == [2, 257, 265]
     assert [on_wire(size, encrypted=True) for size in (0, 222, 223)] == [35, 257, 265]

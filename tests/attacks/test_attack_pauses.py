@@ -1,8 +1,8 @@
-"""A pause is no death: servers and pods that stand still for far longer than silence is borne go on afterwards, with
-nothing lost or counted twice; and a wait for devices has an end that keeps what there is.
+"""A pause is no death: servers and pods that stand still for far longer than the silence limit continue afterwards,
+with nothing lost or counted twice; and a wait for devices ends and keeps the results.
 
-What is long is relative to the heartbeat, which is short here; `python -m testbed.faults.pauses` does it to whole
-runs, for up to a minute.
+Lengths are relative to the heartbeat, which is short here; `python -m testbed.faults.pauses` pauses whole runs, for up
+to a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from small_runs import CLEAVE, RUN_LIMIT_S
 
 from agent.protocol.wire import JOIN_DEVICES
 from emulator.model.fleet import Fleet, uniform_fleet
-from ps.scheduling.slowness import ANSWERS, AT_LEAST, Slowness
+from ps.scheduling.settings import NOW
+from ps.scheduling.slowness import Slowness
 from ps.transport.standstill import Standstill
 from testbed.launch.processes import Pods
 from testbed.runs.watchdog import Patience, WaitedInVain, Watchdog
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from conftest import Serve, Start, Until
 
 SMALL = ("--devices", "12", *small_runs.SMALL)
-HEARTBEAT_S = 0.05  # a pod took a server for dead after 0.4 s
+HEARTBEAT_S = 0.05  # a pod takes a server for dead after 0.4 s
 
 SERVING = f"""
 import sys, threading
@@ -78,8 +79,8 @@ threading.Event().wait()
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("beats", "seed"), [(20, 1), (60, 2)])
-def test_a_server_that_stood_still_has_its_pods_and_nothing_was_lost(start: Start, beats: int, seed: int) -> None:
-    """For 20 and 60 heartbeats; with 8 of them silent, pods ended themselves."""
+def test_a_server_that_stood_still_keeps_its_pods_and_loses_nothing(start: Start, beats: int, seed: int) -> None:
+    """For 20 and 60 heartbeats; pods end themselves after 8 silent ones."""
     serving, rng, pause = start("-c", SERVING), random.Random(seed), threading.Event()
     serving.expect(f"product {rng.randrange(1, 6)}", RUN_LIMIT_S)
     pause.wait(rng.uniform(0.0, 0.1))
@@ -88,11 +89,13 @@ def test_a_server_that_stood_still_has_its_pods_and_nothing_was_lost(start: Star
     serving.signal(signal.SIGCONT)
     assert serving.wait(RUN_LIMIT_S) == 0, serving.output
     assert serving.said[-1] == "lost 0 alive 2"
-    assert float(serving.expect("stood still").split()[-1]) > 0.8 * beats * HEARTBEAT_S - 0.5  # half of it a poll
+    assert (
+        float(serving.expect("stood still").split()[-1]) > 0.8 * beats * HEARTBEAT_S - 0.5
+    )  # half a second for a poll
 
 
-def test_what_a_server_stood_still_is_no_lateness_of_its_devices() -> None:
-    """Host time, processor time, meant to wait: what is left over is a standstill, if it is long enough."""
+def test_the_servers_own_standstill_does_not_make_its_devices_late() -> None:
+    """Host time, processor time, intended waits: the rest is a standstill, if it is long enough."""
     still = Standstill()
     still.look(100.0, 5.0)
     assert still.look(100.5, 5.0, waited_s=0.5) == 0.0  # it waited
@@ -103,31 +106,30 @@ def test_what_a_server_stood_still_is_no_lateness_of_its_devices() -> None:
     assert still.total_s == pytest.approx(1.0)
 
 
-def test_a_device_taken_for_slow_gets_another_chance_and_a_slow_one_does_not_need_it() -> None:
-    """After a hitch of the host devices were left out for good: who gets nothing to do shows nothing."""
+def test_a_device_taken_for_slow_gets_another_chance_and_a_truly_slow_one_does_not_use_it() -> None:
+    """Without it, a hitch of the host excluded devices for good: a device without work cannot show its speed."""
     slowness = Slowness()
     slowness.overtaken(1, 80.0)
     slowness.overtaken(2, 4.0)
     for now_s in range(120):
         slowness.forgive(float(now_s))
-        for _ in range(ANSWERS):
-            slowness.answered(2, 1.0)  # as slow as it is taken for
+        for _ in range(NOW.answers):
+            slowness.answered(2, 1.0)  # as slow as assumed
     assert slowness.factor == {1: 1.0, 2: 4.0}
     assert slowness.take_changes() == {1: 1.0, 2: 4.0}
     assert slowness.factor == {2: 4.0}
-    slowness.overtaken(1, 1.0)  # it is slow, after all
-    assert slowness.factor[1] == AT_LEAST
+    slowness.overtaken(1, 1.0)  # slow after all
+    assert slowness.factor[1] == NOW.far
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("seed", [1, 2])
-def test_pods_that_stood_still_join_again_and_the_products_are_right(start: Start, until: Until, seed: int) -> None:
-    serving, rng, pause = start("-c", SERVING), random.Random(seed), threading.Event()
+def test_pods_that_stood_still_join_again_and_the_products_are_right(start: Start, until: Until) -> None:
+    serving, rng, pause = start("-c", SERVING), random.Random(1), threading.Event()
     pods = [psutil.Process(int(pid)) for pid in serving.expect("pods are", RUN_LIMIT_S).split()[2:]]
     serving.expect(f"product {rng.randrange(1, 6)}")
     for process in pods:
         process.suspend()
-    pause.wait(30 * HEARTBEAT_S)  # the server misses them after 8
+    pause.wait(30 * HEARTBEAT_S)  # the server misses them after 8 heartbeats
     for process in pods:
         process.resume()
     assert serving.wait(RUN_LIMIT_S) == 0, serving.output
@@ -138,18 +140,18 @@ def test_a_pod_whose_run_was_killed_ends(start: Start, until: Until) -> None:
     serving = start("-c", SERVING)
     pods = [psutil.Process(int(pid)) for pid in serving.expect("pods are", RUN_LIMIT_S).split()[2:]]
     serving.signal(signal.SIGKILL)
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in pods), "they have ended")
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in pods), "the pods have ended")
 
 
-def test_a_pod_that_nobody_holds_ends_with_a_silent_server(start: Start) -> None:
-    """As where no signal tells it of its parent's death. Its standard input is closed by `start`."""
+def test_a_pod_without_a_parent_ends_with_a_silent_server(start: Start) -> None:
+    """For platforms where no signal announces the parent's death. `start` closes its standard input."""
     server = start("-c", WAITING)
     where = json.loads(server.expect("address"))
     fleet = {"profiles": [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]], "labels": ["emulated"], "pass": where["pass"]}
     program = start("emulator.pods.pod", "--ps", where["address"], stdin=json.dumps(fleet))
     server.expect("joined")
     process = psutil.Process(program.pid)
-    server.signal(signal.SIGKILL)  # it goes without a word
+    server.signal(signal.SIGKILL)  # it ends without a message
     assert program.wait() == 1
     assert "our standard input is closed" in program.output
     assert not process.is_running()
@@ -203,10 +205,10 @@ def test_a_device_that_leaves_before_its_turn_to_join_never_joins(serve: Serve, 
     with Pods(fleet, 1, server.address, "off", pod_pass=server.pod_pass) as pods:
         pods.order(0, {"do": "leave", "devices": [0, count - 1]})
         assert reported(pods, until) == [0, count - 1]
-        until(lambda: server.devices == count - 2, "all others are there")
+        until(lambda: server.devices == count - 2, "all others have joined")
         pods.order(0, {"do": "return", "devices": [0, count - 1]})
         assert reported(pods, until) == [0, count - 1]
-        until(lambda: server.devices == count, "they are back")
+        until(lambda: server.devices == count, "both have returned")
         assert server.error is None
         server.stop()
 
@@ -214,20 +216,20 @@ def test_a_device_that_leaves_before_its_turn_to_join_never_joins(serve: Serve, 
 # ---- a wait that ends
 
 
-def test_patience_ends_only_when_nothing_is_done_for_want_of_a_device() -> None:
+def test_patience_ends_only_when_no_device_can_do_the_work() -> None:
     patience = Patience(10.0)
     for now_s, blocks, waiting in ((0, 5, False), (5, 5, True), (14, 5, True)):
         patience.look(now_s, blocks, waiting)
     assert patience.waited_s(14) == 9
     assert not patience.over(14)
     assert patience.over(15.5)
-    patience.look(15.5, 6, True)  # a block came after all
+    patience.look(15.5, 6, True)  # a block came in time
     assert patience.waited_s(15.5) == 0
     patience.look(30, 6, False)
     assert not patience.over(99)
 
 
-def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve) -> None:
+def test_a_caller_that_waits_for_a_product_is_told_when_patience_ends(serve: Serve) -> None:
     server = serve()
     server.notice = lambda text: None
     Multiplication(server, (1, 8, 8, 8))
@@ -240,7 +242,7 @@ def test_whoever_waits_for_a_product_is_told_when_the_wait_is_over(serve: Serve)
 
 
 @pytest.mark.slow
-def test_a_run_without_devices_ends_and_keeps_what_there_is(start_warm: Start, tmp_path: Path) -> None:
+def test_a_run_without_devices_ends_and_keeps_its_results(start_warm: Start, tmp_path: Path) -> None:
     options = ("--set", "launch.restarts=0", "--set", "training.wait_for_devices=2 s")
     run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--steps", "50", "--results", str(tmp_path))
     run.expect("step 2 of 50", RUN_LIMIT_S)

@@ -1,5 +1,5 @@
 """Code reaches a phone only signed. Attacks on the self-update of the real agent, run from a real bundle by the real
-launcher, over a real encrypted line; every one by a server that holds the key which the phone was invited with."""
+launcher, over a real encrypted line; each by a server that holds the key with which the phone was invited."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def newer(nothing_left_behind: None) -> Iterator[NewerServer]:
 @pytest.fixture
 def phone(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[Phone]:
     made = Phone(tmp_path, start, monkeypatch)
-    made.rule("auto")  # where an owner has asked for nothing, a server has the most to gain
+    made.rule("auto")  # without a question to the owner, a server has the most to gain
     yield made
     made.end()
 
 
 @pytest.fixture(scope="module")
 def new(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """An honest release for the server's version of the protocol."""
+    """An honest release for the server's protocol version."""
     return make_bundle(tmp_path_factory.mktemp("new"), NEXT, VERSION + 1)
 
 
@@ -50,7 +50,7 @@ def joined(phone: Phone, newer: NewerServer, *options: str) -> Program:
 
 
 def assert_refused(phone: Phone, program: Program, reason: str) -> None:
-    """It says why, changes nothing, and keeps the reason for its owner."""
+    """The agent says why, changes nothing, and keeps the reason for its owner."""
     assert program.wait() == 2, program.output
     assert any("update refused: " in line and reason in line for line in program.said), program.output
     assert "Traceback" not in program.output
@@ -61,7 +61,7 @@ def assert_refused(phone: Phone, program: Program, reason: str) -> None:
     assert reason in said
 
 
-# ---- what is not signed as it must be
+# ---- wrong signatures
 
 
 def unsigned(newer: NewerServer, new: bytes, folder: Path) -> None:
@@ -115,7 +115,7 @@ def numbered_otherwise(newer: NewerServer, new: bytes, folder: Path) -> None:
         (numbered_otherwise, f"says that it is release {RUNNING - 1}"),
     ],
 )
-def test_what_is_not_signed_as_it_must_be_is_refused_and_logged(
+def test_a_wrongly_signed_release_is_refused_and_logged(
     phone: Phone,
     newer: NewerServer,
     new: bytes,
@@ -139,7 +139,7 @@ def test_another_bundle_than_the_server_promised_is_refused(phone: Phone, newer:
 def test_a_release_below_one_that_was_installed_before_is_refused(
     phone: Phone, newer: NewerServer, tmp_path: Path
 ) -> None:
-    """The owner went back to release 100 by hand; an attacker has 101, which was withdrawn for its faults."""
+    """The owner went back to release 100 by hand; an attacker has 101, which was withdrawn because of its faults."""
     state = phone.home / "state"
     state.mkdir()
     (state / "updates.json").write_text(json.dumps({"highest": NEXT + 1}))
@@ -149,11 +149,11 @@ def test_a_release_below_one_that_was_installed_before_is_refused(
     assert_refused(phone, program, f"release {NEXT} is not newer")
 
 
-# ---- lines and addresses that are not trust
+# ---- connections and addresses that prove nothing
 
 
 @pytest.mark.slow
-def test_over_a_plain_line_nothing_is_even_fetched_also_on_loopback(
+def test_nothing_is_fetched_over_a_plain_line_not_even_on_loopback(
     phone: Phone, newer: NewerServer, new: bytes
 ) -> None:
     release = newer.offer_signed(new)
@@ -213,7 +213,7 @@ def test_a_second_invitation_does_not_change_the_signer_unless_the_owner_says_so
 
 
 @pytest.mark.slow
-def test_with_auto_a_signed_release_takes_the_old_ones_place(phone: Phone, newer: NewerServer, new: bytes) -> None:
+def test_with_auto_a_signed_release_replaces_the_old_one(phone: Phone, newer: NewerServer, new: bytes) -> None:
     release = newer.offer_signed(new)
     program = joined(phone, newer)
     newer.refuse(sha256=release.sha256)
@@ -228,7 +228,7 @@ def test_with_auto_a_signed_release_takes_the_old_ones_place(phone: Phone, newer
 
 
 @pytest.mark.slow
-def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
+def test_with_ask_a_release_waits_until_the_owner_has_seen_its_number_and_signer(
     phone: Phone, newer: NewerServer, new: bytes
 ) -> None:
     phone.rules.unlink()  # ask is the default
@@ -238,7 +238,7 @@ def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
     assert program.wait() == 2
     assert phone.place.read_bytes() == phone.installed
     assert f"release {NEXT}, signed by {signer_fingerprint(KEY.signer)}, waits for your yes" in phone.ask("status")
-    newer.files = {}  # what waits is here
+    newer.files = {}  # the waiting release is on the phone
     said = phone.agent("update")
     assert f"release {NEXT} for release {RUNNING}, signed by {signer_fingerprint(KEY.signer)}" in said
     assert phone.place.read_bytes() == new
@@ -251,7 +251,7 @@ def test_with_ask_it_waits_until_the_owner_has_seen_number_and_signer(
 
 
 @pytest.mark.slow
-def test_the_phones_own_command_installs_what_waits_and_starts_it(
+def test_the_phones_own_command_installs_the_waiting_release_and_starts_it(
     phone: Phone, newer: NewerServer, new: bytes, until: Until
 ) -> None:
     phone.rule("ask")
@@ -260,11 +260,11 @@ def test_the_phones_own_command_installs_what_waits_and_starts_it(
     newer.refuse()
     assert program.wait() == 2
     away = "01:00-01:01" if time.localtime().tm_hour >= 12 else "23:00-23:01"
-    phone.rules.write_text(f'hours = "{away}"\n')  # so that it need not be welcomed to have started
+    phone.rules.write_text(f'hours = "{away}"\n')  # so that it counts as started without a welcome
     said = phone.ask("update")
     assert f"release {NEXT} for release {RUNNING}" in said
     assert "not working: it works at" in said
-    until(lambda: not phone.place.with_name("agent.zip.trial").exists(), "it has proven itself")
+    until(lambda: not phone.place.with_name("agent.zip.trial").exists(), "the trial is over")
     assert phone.place.read_bytes() == new
     assert "suspended" in phone.ask("status")
     assert "the agent has left" in phone.ask("stop")
@@ -272,7 +272,7 @@ def test_the_phones_own_command_installs_what_waits_and_starts_it(
 
 
 @pytest.mark.slow
-def test_what_waits_is_checked_again_when_the_owner_says_yes(phone: Phone, newer: NewerServer, new: bytes) -> None:
+def test_a_waiting_release_is_checked_again_when_the_owner_agrees(phone: Phone, newer: NewerServer, new: bytes) -> None:
     phone.rule("ask")
     newer.offer_signed(new)
     program = joined(phone, newer)
@@ -288,7 +288,7 @@ def test_what_waits_is_checked_again_when_the_owner_says_yes(phone: Phone, newer
 
 
 @pytest.mark.slow
-def test_with_never_nothing_is_even_fetched(phone: Phone, newer: NewerServer, new: bytes) -> None:
+def test_with_never_nothing_is_fetched(phone: Phone, newer: NewerServer, new: bytes) -> None:
     phone.rule("never")
     newer.offer_signed(new)
     program = joined(phone, newer)
@@ -322,7 +322,7 @@ def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
     newer.offer_signed(make_bundle(tmp_path, NEXT, VERSION + 1, **BROKEN[how]))
     program = joined(phone, newer)
     newer.refuse()
-    assert newer.next_join() == VERSION, program.output  # the one from before, back in its place
+    assert newer.next_join() == VERSION, program.output  # the previous release, restored
     assert f"cleave: release {NEXT} does not start (try 2 of 2)" in program.said
     assert phone.place.read_bytes() == phone.installed
     assert phone.place.with_name("agent.zip.bad").read_text() == f"{NEXT}\n"
@@ -332,7 +332,7 @@ def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
 
 
 @pytest.mark.slow
-def test_a_stop_during_a_trial_is_obeyed_and_the_trial_goes_on_at_the_next_start(
+def test_a_stop_during_a_trial_is_obeyed_and_the_trial_continues_at_the_next_start(
     phone: Phone, newer: NewerServer, tmp_path: Path, until: Until
 ) -> None:
     newer.offer_signed(make_bundle(tmp_path, NEXT, VERSION + 1, **BROKEN["hangs"]))

@@ -1,5 +1,5 @@
-"""A device cannot forge the verdict of a run: when answers were due, when they left, and what is emulated is said by
-pods that the run has started, and by nobody else."""
+"""A device cannot forge the verdict of a run: only pods that the run has started say when answers were due, when they
+left, and what is emulated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def joined(device: Stranger, name: str, count: int = 1) -> None:
 
 
 def answer(device: Stranger, blocks: int, due_after_ns: int) -> None:
-    """Right products, and any story about when they were due."""
+    """Right products, with any claim about when they were due."""
     operands, given = Operands(), 0
     while given < blocks:
         work = device.receive_work()
@@ -80,10 +80,10 @@ def test_forged_stamps_change_no_verdict(serve: Serve, pod_ns: int, forged_ns: i
     assert not np.isnan(columns["due_s"][~mine]).any()
     found = judge(columns["sent_s"], columns["due_s"], columns["received_s"], columns["left_s"])
     assert (found.verdict, found.blocks) == (verdict, 1)
-    assert server.attendance.real == {1}, "whatever it calls itself, it is a real device"
+    assert server.attendance.real == {1}, "whatever its name, it is a real device"
 
 
-def test_who_calls_itself_a_pod_brings_one_device_and_no_more(serve: Serve, until: Until) -> None:
+def test_a_client_that_calls_itself_a_pod_brings_only_one_device(serve: Serve, until: Until) -> None:
     server = serve()
     with contextlib.closing(Stranger(server)) as device:
         device.send(Join(pack_profiles([PROFILE] * 2), ["a", "b"], {"kind": "pod"}))
@@ -94,18 +94,18 @@ def test_who_calls_itself_a_pod_brings_one_device_and_no_more(serve: Serve, unti
         joined(device, "a")
         device.send(Join(pack_profiles([PROFILE]), ["b"], {"kind": "pod"}))
         assert isinstance(device.receive(), Refused)
-    until(lambda: server.devices == 0, "it is gone")
+    until(lambda: server.devices == 0, "the device is gone")
     assert server.roster.joined == 1
 
 
-# ---- the name of a connection, which ZeroMQ lets a client choose
+# ---- names of connections, which ZeroMQ lets a client choose
 
 
 class Thief:
-    """Connects with tickets, again and again, under the name of a pod, until that name is free."""
+    """Connects with tickets, again and again, under a pod's name, until that name is free."""
 
     def __init__(self, server: Server, name: bytes) -> None:
-        self.heard: list[Message] = []  # what was meant for the pod
+        self.heard: list[Message] = []  # messages meant for the pod
         self._server, self._name, self._over = server, name, threading.Event()
         self._thread = threading.Thread(target=self._steal)
         self._thread.start()
@@ -123,7 +123,7 @@ class Thief:
                     self._be_the_pod(line)
 
     def _be_the_pod(self, line: zmq.Socket[bytes]) -> None:
-        """As long as it is heard."""
+        """Plays the pod for as long as the server listens."""
         operands = Operands()
         line.send(bytes(encode(Heartbeat())[0]))
         while line.poll(50):
@@ -149,8 +149,8 @@ class Thief:
 
 
 @pytest.mark.slow
-def test_nobody_takes_over_a_pod_whose_connection_ends(serve: Serve, until: Until) -> None:
-    """The thief knows the pod's name (it is read here from the server itself), and has it as soon as it is free."""
+def test_no_client_takes_over_a_pod_whose_connection_ends(serve: Serve, until: Until) -> None:
+    """The thief knows the pod's name (the test reads it from the server) and takes it as soon as it is free."""
     server = serve()
     for trial in range(4):
         pod = Stranger(server, of_the_run=True)
@@ -167,12 +167,12 @@ def test_nobody_takes_over_a_pod_whose_connection_ends(serve: Serve, until: Unti
             thief.end()
         got = [message for thief in thieves for message in thief.heard if not isinstance(message, Refused)]
         print(f"the pod is lost after {lost_s:.2f} s; the thieves got {got}")
-        assert not got, "nothing that was meant for the pod"
+        assert not got, "messages meant for the pod reached a thief"
         assert server.devices == 0
     assert server.error is None
 
 
-def test_nothing_is_sent_to_a_name_whose_connection_is_another_one(serve: Serve, until: Until) -> None:
+def test_nothing_is_sent_to_a_name_that_another_connection_holds(serve: Serve, until: Until) -> None:
     server = serve(heartbeat_s=5.0)
     with contextlib.closing(Stranger(server, of_the_run=True)) as pod, contextlib.closing(Stranger(server)) as thief:
         joined(pod, "emulated")
@@ -183,8 +183,8 @@ def test_nothing_is_sent_to_a_name_whose_connection_is_another_one(serve: Serve,
         answer(pod, 1, SOON_NS)
         answer(thief, 3, SOON_NS)
         before.check()
-        mine.other_end = others.other_end  # as if its descriptor had been given to another connection
+        mine.other_end = others.other_end  # as if another connection had its descriptor
         Multiplication(server, (1, 80, 40, 80), grid(80, 80, 40, [0, 1, 1, 1]))
         thief.receive_work()
         until(lambda: list(server.peers.values()) == [others], "the pod is lost")
-        assert not pod.socket.poll(200), "and was sent nothing"
+        assert not pod.socket.poll(200), "the pod was sent something"

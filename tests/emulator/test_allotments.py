@@ -1,4 +1,4 @@
-"""What containers may use, which addresses they get, and how their streams are read: everything but the engine."""
+"""Limits of containers, their addresses, and how their streams are read: everything but the engine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ rates = st.floats(1e8, 1e13)
 def test_a_quota_is_its_share_and_never_so_small_that_a_kernel_ignores_it(share: float) -> None:
     made = quota(share)
     assert made.quota_us >= LEAST_US
-    assert 1000 <= made.period_us <= LONGEST_US  # what kernels take
+    assert 1000 <= made.period_us <= LONGEST_US  # limits of kernels
     assert made.share == pytest.approx(share, rel=0.01)
 
 
 @given(rates, rates, st.integers(0, 2**36))
-def test_a_device_gets_the_share_of_a_core_that_its_model_amounts_to(flops: float, core: float, budget: int) -> None:
+def test_a_device_gets_the_share_of_a_core_that_matches_its_model(flops: float, core: float, budget: int) -> None:
     exact, modelled = (allotment(flops, budget, core, waits) for waits in (False, True))
     for one in (exact, modelled):
         assert one.memory_bytes == budget + OWN_BYTES
@@ -64,16 +64,16 @@ def test_ranges_that_are_in_use_are_not_taken(used: list[IPv4Network]) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_a_default_route_takes_nothing_away() -> None:
+def test_a_default_route_takes_no_range() -> None:
     assert list(free_subnets([IPv4Network("0.0.0.0/0")])) == list(free_subnets([]))
 
 
-def test_where_all_private_ranges_are_taken_there_are_still_those_for_tests() -> None:
+def test_if_all_private_ranges_are_taken_a_test_range_is_used() -> None:
     used = [IPv4Network(text) for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
     assert [str(network) for network in free_subnets(used)] == ["198.18.0.0/16", "198.19.0.0/16"]
 
 
-def test_a_range_that_was_asked_for_must_be_one_large_enough_and_free() -> None:
+def test_a_requested_range_must_be_valid_large_enough_and_free() -> None:
     used = [IPv4Network("0.0.0.0/0"), IPv4Network("10.77.3.0/24")]
     assert asked_subnet("10.78.0.0/28", 13, used) == IPv4Network("10.78.0.0/28")
     with pytest.raises(UserError, match=r"must be an IPv4 range such as 10\.77\.0\.0/16"):
@@ -85,7 +85,7 @@ def test_a_range_that_was_asked_for_must_be_one_large_enough_and_free() -> None:
 
 
 @given(st.integers(1, 20 * PORTS))
-def test_no_bridge_gets_more_ports_than_it_has(containers: int) -> None:
+def test_no_bridge_gets_more_containers_than_it_has_ports(containers: int) -> None:
     bridges = bridges_for(containers)
     assert -(-containers // bridges) <= PORTS
     parts = split(IPv4Network("10.0.0.0/12"), bridges)
@@ -105,7 +105,7 @@ def test_the_routes_of_a_host_are_read_as_the_kernel_writes_them(tmp_path: Path)
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, STANDARD_ERROR]), st.binary(max_size=64)), max_size=20), st.data())
-def test_output_and_errors_are_told_apart_however_they_are_cut(
+def test_output_and_errors_are_separated_wherever_the_stream_is_cut(
     pieces: list[tuple[int, bytes]], data: st.DataObject
 ) -> None:
     sent = b"".join(HEADER.pack(stream, len(piece)) + piece for stream, piece in pieces)

@@ -1,4 +1,4 @@
-"""Promises of churn: a trace is read or refused with a reason, and a schedule says exactly what its trace says."""
+"""Promises of churn: a trace is read or refused with a reason, and a schedule follows its trace exactly."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_format_gives_the_same_trace_counted_from_its_first_moment(tmp_pat
     assert trace.repairs.told() == []
 
 
-def test_an_event_trace_lasts_from_its_first_event_and_leaves_out_nodes_of_which_nothing_is_known(
+def test_an_event_trace_starts_at_its_first_event_and_leaves_out_nodes_without_availability(
     tmp_path: Path,
 ) -> None:
     text = SAME_EVENTS + "0 0 c 0 50 60\n"
@@ -131,10 +131,10 @@ TAB = "node_id component_id event_type event_start_time event_stop_time\n"
         ("x.json", '{"a": [[0, NaN]]}', "device 'a', interval 1: end_s is nan"),
         ("x.json", '{"a": [[0, true]]}', "end_s is True, not a finite number"),
         ("x.json", '{"a": [[0, 1' + 400 * "0" + "]]}", "not a finite number"),
-        ("x.json", '{"a": [[0, 1' + 5000 * "0" + "]]}", "something else"),
-        ("x.json", 5000 * "[", "something else|not JSON"),
+        ("x.json", '{"a": [[0, 1' + 5000 * "0" + "]]}", "JSON without intervals"),
+        ("x.json", 5000 * "[", "JSON without intervals|not JSON"),
         ("x.json", '{"a": 5}', "device 'a': its value must be a list"),
-        ("x.json", '{"a": [[0, 1]], "a": [[2, 3]]}', "'a' is there twice"),
+        ("x.json", '{"a": [[0, 1]], "a": [[2, 3]]}', "'a' appears twice"),
         ("x.json", '[{"device": "a", "start_s": 0}]', "entry 1: missing end_s"),
         ("x.json", "[1, 2]", "entry 1: missing device"),
         ("x.json", '[{"device": null, "start_s": 0, "end_s": 1}]', "entry 1: the device is None"),
@@ -150,7 +150,7 @@ TAB = "node_id component_id event_type event_start_time event_stop_time\n"
         ("x.txt", "hello\n", "not a known kind of trace"),
     ],
 )
-def test_bad_input_is_refused_with_file_place_and_remedy(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_bad_input_is_refused_with_file_line_and_remedy(tmp_path: Path, name: str, text: str, told: str) -> None:
     path = written(tmp_path, name, text)
     with pytest.raises(TraceError, match=told) as caught:
         read_trace(path)
@@ -168,7 +168,7 @@ HEADERS = st.sampled_from(["", "device,start_s,end_s\n", TAB, '{"a": [[', '[{"de
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["x.csv", "x.json", "x.tab", "x"]), HEADERS, st.lists(PIECES, max_size=30).map("".join))
-def test_any_text_is_a_trace_or_refused_in_one_line(
+def test_any_text_is_read_as_a_trace_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, name: str, header: str, text: str
 ) -> None:
     path = written(tmp_path_factory.getbasetemp(), name, header + text)
@@ -179,7 +179,7 @@ def test_any_text_is_a_trace_or_refused_in_one_line(
     assert "\n" not in found if isinstance(found, str) else len(found.device)
 
 
-def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+def test_a_binary_or_missing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"\x1f\x8b\x08\x00\xff\xfe")
     with pytest.raises(TraceError, match="not text; unpack it first"):
         read_trace(tmp_path / "x.csv")
@@ -189,7 +189,7 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path)
 
 
-def test_what_has_one_sensible_reading_is_repaired_counted_and_told(tmp_path: Path) -> None:
+def test_unambiguous_mistakes_are_repaired_counted_and_reported(tmp_path: Path) -> None:
     text = "device,start_s,end_s\na,50,60\na,0,10\na,5,20\na,20,30\nb,7,7\nb,8,9\n"
     trace = read_trace(written(tmp_path, "x.csv", text))
     assert intervals(trace) == {"a": [(0.0, 30.0), (50.0, 60.0)], "b": [(8.0, 9.0)]}
@@ -209,14 +209,12 @@ def test_an_interval_inside_another_does_not_shorten_it() -> None:
     ("device", "start_s", "end_s"),
     [([0], [5], [4]), ([0], [math.nan], [4]), ([0], [-1], [4]), ([1], [0], [4]), ([0], [0], [99]), ([0, 0], [0], [4])],
 )
-def test_a_trace_that_makes_no_sense_cannot_be_made(
-    device: list[int], start_s: list[float], end_s: list[float]
-) -> None:
+def test_an_inconsistent_trace_cannot_be_made(device: list[int], start_s: list[float], end_s: list[float]) -> None:
     with pytest.raises(TraceError):
         AvailabilityTrace(("a",), np.array(device), np.array(start_s, float), np.array(end_s, float), duration_s=10.0)
 
 
-def test_a_trace_can_be_asked_who_is_there_and_how_many_on_average() -> None:
+def test_a_trace_tells_which_devices_are_present_and_how_many_on_average() -> None:
     trace = trace_of(["a", "b"], [0, 1, 0], [0, 5, 20], [10, 15, 30])
     assert trace.present_at(0).tolist() == [True, False]
     assert trace.present_at(10).tolist() == [False, True]  # half open
@@ -228,7 +226,7 @@ def test_a_trace_can_be_asked_who_is_there_and_how_many_on_average() -> None:
 # -------------------------------------------------------------------------------------- traces as large as real ones
 
 
-def test_the_sessions_of_thousands_of_phones_are_those_in_the_file(tmp_path: Path) -> None:
+def test_sessions_of_thousands_of_phones_are_read_as_in_the_file(tmp_path: Path) -> None:
     made = phone_sessions.sessions(seed=1)
     trace = read_trace(made.write(tmp_path / "phones.csv"))
     lengths = trace.end_s - trace.start_s
@@ -240,7 +238,7 @@ def test_the_sessions_of_thousands_of_phones_are_those_in_the_file(tmp_path: Pat
     assert trace.repairs.told() == []
 
 
-def test_a_schedule_of_thousands_of_phones_is_made_in_no_time() -> None:
+def test_a_schedule_of_thousands_of_phones_is_made_quickly() -> None:
     made = phone_sessions.sessions(seed=1)
     trace = trace_of([str(n) for n in range(phone_sessions.PHONES)], made.phone, made.start_s, made.end_s)
     seconds = []
@@ -291,7 +289,7 @@ def test_durations_have_their_analytic_means(durations: Durations, mean: float, 
     assert durations.draw_biased(rng, 200_000).mean() == pytest.approx(biased_mean, rel=0.01)
 
 
-def test_a_cut_lognormal_has_the_mean_it_says() -> None:
+def test_a_truncated_lognormal_has_its_stated_mean() -> None:
     cut = lognormal(0.0, 1.0, unit_s=2.0, longest=3.0)
     drawn = cut.draw(np.random.default_rng(1), 200_000)
     assert drawn.max() <= 6.0
@@ -311,13 +309,13 @@ def rate_per_available_hour(trace: AvailabilityTrace) -> float:
 def test_poisson_churn_has_its_rate_its_absences_and_is_in_equilibrium_from_the_start() -> None:
     trace = poisson_churn(4000, leave_per_s=1 / 300, mean_away_s=100, duration_s=6000, seed=3)
     assert rate_per_available_hour(trace) == pytest.approx(12, rel=0.02)
-    assert trace.gaps_s().mean() == pytest.approx(100, rel=0.04)  # long ones are cut by the end
+    assert trace.gaps_s().mean() == pytest.approx(100, rel=0.04)  # the end of the trace cuts long ones
     assert np.median(trace.gaps_s()) == pytest.approx(100 * math.log(2), rel=0.04)
     assert trace.availability(10) == pytest.approx(0.75, abs=0.02)
     assert trace.present_at(0).mean() == pytest.approx(0.75, abs=0.02)
 
 
-def test_with_a_rate_of_zero_everybody_stays() -> None:
+def test_with_a_rate_of_zero_every_device_stays() -> None:
     trace = poisson_churn(5, 0.0, 100, 50, seed=3)
     assert trace.availability(3) == pytest.approx(1.0)
     assert Schedule.from_trace(trace, 5).events == ()
@@ -366,7 +364,7 @@ def test_the_same_seed_gives_the_same_trace_and_a_larger_fleet_begins_with_the_s
         (5000, 1e3, 1e-3, 1e6, "about 2.5e.12 sessions"),
     ],
 )
-def test_a_trace_that_cannot_be_made_up_is_refused(
+def test_impossible_parameters_of_a_generator_are_refused(
     devices: int, rate: float, away_s: float, duration_s: float, told: str
 ) -> None:
     with pytest.raises(TraceError, match=told):
@@ -378,7 +376,7 @@ def test_a_trace_that_cannot_be_made_up_is_refused(
 
 @st.composite
 def traces(draw: st.DrawFn) -> AvailabilityTrace:
-    """Up to 5 devices; whole seconds, so that edges meet often, also those of the trace."""
+    """Up to 5 devices; whole seconds, so that edges often coincide, also with those of the trace."""
     duration = draw(st.integers(1, 60))
     edges = [draw(st.lists(st.integers(0, duration), unique=True, max_size=10)) for _ in range(draw(st.integers(1, 5)))]
     rows = [
@@ -398,7 +396,7 @@ SPEEDS = st.sampled_from([0.25, 1.0, 3.0, 60.0, 0.7])
 
 @settings(deadline=None)
 @given(traces(), FLEETS, SPEEDS, OFFSETS, st.integers(0, 99), st.lists(st.floats(0, 2.5), max_size=20))
-def test_who_is_there_is_what_the_trace_says_at_any_time(
+def test_at_any_time_the_devices_present_are_those_of_the_trace(
     trace: AvailabilityTrace, devices: int, speed_up: float, begin: float, seed: int, moments: list[float]
 ) -> None:
     offset_s = begin * trace.duration_s
@@ -409,13 +407,13 @@ def test_who_is_there_is_what_the_trace_says_at_any_time(
         for i in range(devices):
             looked_at = (offset_s + schedule.shift_s[i] + at_s * speed_up) % trace.duration_s
             nearest = min(abs(looked_at - edge) for edge in (*edges, trace.duration_s))
-            if nearest > 1e-6 or (at_s == 0 and schedule.shift_s[i] == 0):  # elsewhere rounding decides on an edge
+            if nearest > 1e-6 or (at_s == 0 and schedule.shift_s[i] == 0):  # at an edge, rounding decides
                 assert present[i] == trace.present_at(looked_at)[schedule.trace_device[i]]
 
 
 @settings(deadline=None)
 @given(traces(), FLEETS, SPEEDS, OFFSETS, st.integers(0, 99))
-def test_leaving_and_joining_alternate_for_every_device_also_from_pass_to_pass(
+def test_leaving_and_joining_alternate_for_every_device_also_when_the_trace_repeats(
     trace: AvailabilityTrace, devices: int, speed_up: float, begin: float, seed: int
 ) -> None:
     schedule = Schedule.from_trace(trace, devices, speed_up=speed_up, offset_s=begin * trace.duration_s, seed=seed)
@@ -448,7 +446,7 @@ def test_the_same_seed_gives_the_same_schedule(trace: AvailabilityTrace, devices
     assert np.array_equal(one.present, two.present)
 
 
-def test_a_session_across_the_end_of_the_trace_goes_on() -> None:
+def test_a_session_across_the_end_of_the_trace_continues() -> None:
     trace = trace_of(["a"], [0, 0], [0, 80], [10, 100])
     schedule = Schedule.from_trace(trace, 1, offset_s=50)
     assert not schedule.present[0]
@@ -456,7 +454,7 @@ def test_a_session_across_the_end_of_the_trace_goes_on() -> None:
     assert schedule.until(140) == [(30.0, 0, "join"), (60.0, 0, "leave"), (130.0, 0, "join")]
 
 
-def test_what_happens_at_the_first_moment_has_happened() -> None:
+def test_events_at_the_first_moment_have_already_happened() -> None:
     trace = trace_of(["a", "b"], [0, 1], [0, 20], [20, 40])
     schedule = Schedule.from_trace(trace, 2, offset_s=20)
     assert schedule.present.tolist() == [False, True]
@@ -499,7 +497,7 @@ def test_a_larger_fleet_uses_devices_again_shifted_in_time_and_says_so() -> None
         (1, 1, math.nan, "0 or more"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused(devices: int, speed_up: float, offset_s: float, told: str) -> None:
+def test_an_impossible_schedule_is_refused(devices: int, speed_up: float, offset_s: float, told: str) -> None:
     with pytest.raises(TraceError, match=told):
         Schedule.from_trace(trace_of(["a"], [0], [0], [10]), devices, speed_up=speed_up, offset_s=offset_s)
 
@@ -512,7 +510,7 @@ def schedule() -> Schedule:
     return Schedule.from_trace(poisson_churn(50, 0.05, 10, 100, seed=1), 50)
 
 
-def test_events_injected_in_time_are_a_complete_churn(schedule: Schedule) -> None:
+def test_events_injected_in_time_pass_the_audit(schedule: Schedule) -> None:
     done = [(event.at_s + 0.01, event.device, event.what) for event in schedule.events]
     found = audit(reversed(done), schedule, until_s=schedule.period_s)
     assert found.complete
@@ -523,7 +521,7 @@ def test_events_injected_in_time_are_a_complete_churn(schedule: Schedule) -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_what_was_left_out_or_invented_is_named_and_the_rest_does_not_look_late(data: st.DataObject) -> None:
+def test_missing_and_unexpected_events_are_named_and_the_rest_does_not_look_late(data: st.DataObject) -> None:
     asked = Schedule.from_trace(poisson_churn(5, 0.2, 2, 50, seed=data.draw(st.integers(0, 50))), 5)
     if not asked.events:
         return
@@ -544,14 +542,14 @@ def test_the_latest_event_is_named_with_its_delay(schedule: Schedule) -> None:
     assert found.worst_delay_s == pytest.approx(0.5)
 
 
-def test_what_was_due_after_the_run_is_not_missing_and_what_came_too_early_is_not_right(schedule: Schedule) -> None:
+def test_an_event_due_after_the_run_is_not_missing_and_one_that_came_too_early_is_wrong(schedule: Schedule) -> None:
     assert audit([], schedule, until_s=0.0).complete
     first = schedule.events[0]
     early = audit([(first.at_s - 0.5, first.device, first.what)], schedule, until_s=first.at_s)
     assert len(early.missing) == len(early.extra) == 1
 
 
-def test_an_audit_goes_into_the_results_folder_as_json(schedule: Schedule) -> None:
+def test_an_audit_is_written_as_json(schedule: Schedule) -> None:
     done = schedule.events[1:]
     found = json.loads(json.dumps(audit(done, schedule).as_dict()))
     assert found["missing"] == [schedule.events[0]._asdict()]

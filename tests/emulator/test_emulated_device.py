@@ -1,4 +1,4 @@
-"""Promises of emulator.model.device and emulator.model.fidelity: modelled time is the model's, and the verdict is
+"""Promises of emulator.model.device and emulator.model.fidelity: modelled time follows the model, and the verdict is
 honest."""
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from emulator.model.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, judge
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
-# ---- the model, once more: one block at a time, one device at a time
+# ---- a second implementation of the model: one block and one device at a time
 
 
 @dataclass(frozen=True)
 class Block:
     device: int
     down_bytes: int
-    flops: int  # even: a multiplication and an addition are two
+    flops: int  # even: a multiplication and an addition
     up_bytes: int
 
 
 class Reference:
-    """A device as three queues, written as one would explain it."""
+    """A device as three queues, in the simplest form."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._downlink_free_s = self._processor_free_s = self._uplink_free_s = 0.0
 
     def serve(self, sent_s: float, block: Block) -> tuple[float, float]:
-        """When the answer is back at the server, and how long the computing took."""
+        """When the answer reaches the server, and the compute time."""
         p = self._profile
         download_begins_s = max(sent_s, self._downlink_free_s)
         self._downlink_free_s = download_begins_s + block.down_bytes * 8 / p.down_bps
@@ -73,7 +73,7 @@ profiles = st.builds(
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[list[Profile], list[tuple[float, list[Block]]]]:
-    """A fleet, and calls with the moment of sending; in a call a device may come several times, or not at all."""
+    """A fleet, and calls with their send times; in a call a device may appear several times, or not at all."""
     fleet = draw(st.lists(profiles, min_size=1, max_size=5))
     block = st.builds(
         Block,
@@ -102,7 +102,7 @@ def test_every_answer_is_due_when_the_model_says(stream: tuple[list[Profile], li
 
 @settings(calm, max_examples=40)
 @given(streams())
-def test_a_device_answers_in_the_order_in_which_it_was_asked(
+def test_a_device_answers_in_the_order_of_its_blocks(
     stream: tuple[list[Profile], list[tuple[float, list[Block]]]],
 ) -> None:
     fleet, calls = stream
@@ -116,7 +116,7 @@ def test_a_device_answers_in_the_order_in_which_it_was_asked(
 
 @settings(calm, max_examples=40)
 @given(streams())
-def test_many_blocks_in_one_call_are_the_same_as_one_block_a_call(
+def test_many_blocks_in_one_call_equal_one_block_per_call(
     stream: tuple[list[Profile], list[tuple[float, list[Block]]]],
 ) -> None:
     fleet, calls = stream
@@ -139,7 +139,7 @@ def test_the_three_stages_of_successive_blocks_overlap() -> None:
     assert schedule(Devices(pack_profiles([DEVICE])), 100.0, [BLOCK] * 4)[0] == [103.0, 104.0, 105.0, 106.0]
 
 
-def test_latency_delays_every_answer_once_each_way_and_keeps_nothing_busy() -> None:
+def test_latency_delays_every_answer_once_each_way_and_occupies_no_queue() -> None:
     far = Profile(1e9, 0.0, 8e6, 8e6, 10.0, 1 << 30, 2)
     assert schedule(Devices(pack_profiles([far])), 100.0, [BLOCK] * 3)[0] == [123.0, 124.0, 125.0]
 
@@ -158,7 +158,7 @@ def test_a_device_that_was_idle_starts_at_once() -> None:
 
 @settings(calm, max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30))
-def test_waves_take_each_position_once_each_device_at_most_once_a_wave_and_keep_the_order(order: list[int]) -> None:
+def test_waves_take_each_position_once_each_device_at_most_once_per_wave_and_keep_the_order(order: list[int]) -> None:
     device = np.array(order)
     parts = waves(device)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(order)))
@@ -170,7 +170,7 @@ def test_waves_take_each_position_once_each_device_at_most_once_a_wave_and_keep_
         assert all(each in device[part] for part in parts[: len(positions)])
 
 
-# ---- asked against achieved
+# ---- requested against achieved
 
 
 def verdict(sent_s: list[float], due_s: list[float], received_s: list[float]) -> str:
@@ -186,7 +186,7 @@ def test_a_run_that_kept_up_is_valid() -> None:
     assert fidelity.late_p99_s == pytest.approx(0.001)
 
 
-def test_a_run_that_fell_behind_is_degraded_and_says_by_how_much_and_what_to_do() -> None:
+def test_a_run_that_fell_behind_is_degraded_and_says_by_how_much_with_advice() -> None:
     fidelity = judge(np.zeros(4), np.full(4, 1.0), np.full(4, 1.5))
     assert fidelity.verdict == DEGRADED
     assert "50% longer" in fidelity.reason
@@ -194,13 +194,13 @@ def test_a_run_that_fell_behind_is_degraded_and_says_by_how_much_and_what_to_do(
     assert "fewer devices" in fidelity.reason
 
 
-def test_the_verdict_turns_at_the_stretch_that_is_allowed() -> None:
+def test_the_verdict_changes_at_the_allowed_stretch() -> None:
     assert verdict([0.0], [1.0], [STRETCH_ALLOWED - 1e-9]) == VALID
     assert verdict([0.0], [1.0], [STRETCH_ALLOWED + 1e-9]) == DEGRADED
 
 
 def test_long_blocks_weigh_more_than_short_ones() -> None:
-    """A millisecond more on a block of a millisecond is nothing beside a block of a hundred seconds on time."""
+    """A millisecond too many on a block of a millisecond is nothing beside a block of a hundred seconds on time."""
     assert verdict([0.0, 0.0], [0.001, 100.0], [0.002, 100.0]) == VALID
 
 

@@ -1,6 +1,6 @@
-"""Promises of pods with kernel links: every device has a connection of its own, from its own address, and the link's
-time is real. All of 127.0.0.0/8 is this machine's, so that no privileges are needed; `test_shaping.py` has links that
-the kernel shapes."""
+"""Promises of pods with kernel links: every device has its own connection, from its own address, and the link's time is
+real. All of 127.0.0.0/8 belongs to this machine, so no privileges are needed; `test_shaping.py` has links that the
+kernel shapes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pod(start: Start, server: Server, told: dict[str, Any], *options: str) -> Pr
 
 
 def sources(program: Program, server: Server) -> set[str]:
-    """Whence the pod's connections to the server come."""
+    """Source addresses of the pod's connections to the server."""
     port = int(server.data_address.rpartition(":")[2])
     return {c.laddr.ip for c in psutil.Process(program.pid).net_connections("tcp") if c.raddr and c.raddr.port == port}
 
@@ -72,7 +72,7 @@ def test_every_device_computes_over_a_connection_from_its_own_address(start: Sta
 def test_latency_is_held_by_the_pod_only_where_the_kernel_has_none(
     start: Start, serve: Serve, latency_in_pod: bool
 ) -> None:
-    """On a link that takes no time: due to leave after computing, and after twice the latency if that is the pod's."""
+    """On a link that takes no time: due after computing, and after twice the latency if the pod holds it."""
     server = serve()
     pod(start, server, fleet(4, latency_in_pod))
     Multiplication(server, (1, 64, 16, 64), grid(64, 64, 16, [0, 1, 2, 3])).check()
@@ -90,7 +90,7 @@ def test_latency_is_held_by_the_pod_only_where_the_kernel_has_none(
 
 @contextmanager
 def ordered_pod(server: Server, devices: int) -> Iterator[Callable[..., None]]:
-    """A pod that takes orders: what it is told after its fleet."""
+    """A pod that takes orders: a call sends one."""
     command = [sys.executable, "-m", "emulator.pods.pod", "--ps", server.address, "--links", "kernel"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, bufsize=1, cwd=ROOT
@@ -111,8 +111,8 @@ def ordered_pod(server: Server, devices: int) -> Iterator[Callable[..., None]]:
         process.wait()
 
 
-def test_a_bare_pod_lets_no_answer_wait_and_says_how_long_it_computed(start: Start, serve: Serve) -> None:
-    """Of a device so slow that its model would take an hour."""
+def test_a_bare_pod_holds_back_no_answer_and_reports_its_compute_time(start: Start, serve: Serve) -> None:
+    """For a device so slow that its model would take an hour."""
     server = serve()
     told = fleet(2) | {"profiles": [[1e3, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * 2}
     pod(start, server, told, "--bare", "--compute-thread")
@@ -125,16 +125,16 @@ def test_a_bare_pod_lets_no_answer_wait_and_says_how_long_it_computed(start: Sta
 
 
 @pytest.mark.slow
-def test_who_leaves_and_who_vanishes_is_gone_alone_and_may_return(serve: Serve, until: Until) -> None:
+def test_a_device_that_leaves_or_vanishes_goes_alone_and_may_return(serve: Serve, until: Until) -> None:
     server = serve(heartbeat_s=0.2)
     with ordered_pod(server, 6) as order:
         order("leave", 0, 1)
-        until(lambda: server.devices == 4, "two have left")
+        until(lambda: server.devices == 4, "two devices have left")
         order("vanish", 2)
-        until(lambda: server.devices == 3, "one is missed")
+        until(lambda: server.devices == 3, "the server misses one device")
         Multiplication(server, (1, 60, 20, 60)).check()
         order("return", 0, 1, 2)
-        until(lambda: server.devices == 6, "all are back")
+        until(lambda: server.devices == 6, "all devices have returned")
         returned = [6, 7, 8]  # as new devices
         Multiplication(server, (1, 64, 16, 64), grid(64, 64, 16, returned)).check()
         assert set(server.records.columns()["device"].tolist()) >= set(returned)
@@ -144,9 +144,9 @@ def test_nonsense_from_one_device_costs_its_own_connection_only(serve: Serve, un
     server = serve()
     with ordered_pod(server, 5) as order:
         order("corrupt")
-        until(lambda: len(server.labels) == 6, "it has joined again")
-        until(lambda: server.devices == 5, "all are there")
-        gone = server.labels.index(server.labels[5])  # connections come in any order
+        until(lambda: len(server.labels) == 6, "the device has joined again")
+        until(lambda: server.devices == 5, "all devices are present")
+        gone = server.labels.index(server.labels[5])  # connections arrive in any order
         there = [device for device in range(6) if device != gone]
         assert len({server.labels[device] for device in there}) == 5
         Multiplication(server, (1, 64, 16, 64), grid(64, 64, 16, there)).check()

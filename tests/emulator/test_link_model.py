@@ -1,5 +1,5 @@
-"""Promises of emulator.model.link: what real lines add is seeded, only ever adds time, keeps the order, and is
-nothing where there is nothing to add."""
+"""Promises of emulator.model.link: effects of real lines are seeded, only ever add time, keep the order, and vanish
+where a line has none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BURSTY = RateTrace(np.array([0, 0, 0, 5, 90, 91, 91, 400]))
 
 
 def links(**figures: float) -> Links:
-    """Of the three devices, all with these figures; traces 0 and 1 exist."""
+    """Links of the three devices, all with these figures; traces 0 and 1 exist."""
     table = np.zeros(len(PROFILES), LINK)
     table["trace"] = NO_TRACE
     table["key"] = device_keys(1, np.arange(len(table)))
@@ -86,8 +86,8 @@ def schedule(
     most: int = 1000,
     in_time: bool = False,
 ) -> list[list[float]]:
-    """When the answers of each device come; `only` of one device, at `most` so many blocks a call. Whether downloads
-    hold them up is asked at the end, or `in_time`: before anything is sent later than they are due."""
+    """Arrival times of each device's answers; `only` of one device, at most `most` blocks per call. Delays by downloads
+    are computed at the end or, with `in_time`, before anything is sent after their due time."""
     devices, now_s = Devices(PROFILES, of), 0.0
     due: list[list[float]] = [[] for _ in PROFILES]
     came: list[list[float]] = [[] for _ in PROFILES]
@@ -105,10 +105,10 @@ def schedule(
         for rows in (mine[first : first + most] for first in range(0, len(mine), most)):
             device, down, flops, up = (np.array(column) for column in zip(*rows, strict=True))
             shapes = np.ones((len(rows), 4), np.int64)
-            shapes[:, 2] = np.ceil(flops / 2)  # a row and a column
+            shapes[:, 2] = np.ceil(flops / 2)  # one row and one column
             due_s, _ = devices.schedule(now_s, device, down, shapes, up)
             for d, at, size in zip(device.tolist(), due_s.tolist(), up.tolist(), strict=True):
-                if size:  # otherwise nothing comes back
+                if size:  # otherwise there is no answer
                     due[d].append(at)
     come(float("inf"))
     return came
@@ -133,17 +133,17 @@ def test_nothing_arrives_earlier_than_over_the_ideal_link(given: dict[str, float
 
 @settings(calm, max_examples=40)
 @given(calls)
-def test_without_effects_the_model_is_the_ideal_link_to_the_last_bit(asked: Calls) -> None:
+def test_without_effects_the_model_equals_the_ideal_link_to_the_last_bit(asked: Calls) -> None:
     ideal = schedule(None, asked)
     assert schedule(plain_links(len(PROFILES)), asked) == ideal
     almost = links()
-    almost.table["jitter_up_s"][2] = 1e-9  # somebody else's: all go through the whole model
+    almost.table["jitter_up_s"][2] = 1e-9  # of another device: so all go through the whole model
     assert schedule(almost, asked)[:2] == ideal[:2]
 
 
 @settings(calm, max_examples=40)
 @given(figures, calls)
-def test_a_device_s_times_depend_on_its_own_transfers_only(given: dict[str, float], asked: Calls) -> None:
+def test_a_devices_times_depend_on_its_own_transfers_only(given: dict[str, float], asked: Calls) -> None:
     together = schedule(links(**given), asked)
     assert schedule(links(**given), asked) == together
     for device in range(len(PROFILES)):
@@ -153,25 +153,27 @@ def test_a_device_s_times_depend_on_its_own_transfers_only(given: dict[str, floa
 @pytest.mark.slow
 @settings(calm, max_examples=100)
 @given(figures, calls, st.integers(1, 6), st.booleans())
-def test_how_blocks_come_together_in_messages_makes_no_difference(
+def test_how_blocks_are_grouped_into_messages_makes_no_difference(
     given: dict[str, float], asked: Calls, most: int, in_time: bool
 ) -> None:
     assert schedule(links(**given), asked, most=most, in_time=in_time) == schedule(links(**given), asked)
 
 
-def test_an_answer_is_held_up_by_downloads_that_are_sent_after_it_and_before_it_is_due() -> None:
-    """1 MB down takes a second, an answer of 125 kB as well: due at 2.041, in the midst of what comes down then."""
+def test_an_answer_is_delayed_by_downloads_sent_after_it_and_before_it_is_due() -> None:
+    """1 MB down takes a second, and so does an answer of 125 kB: due at 2.041, during the next download."""
     held = links(queue_down_s=0.05)
     block, download = (0, 1_000_000, 2.0, 125_000), (0, 5_000_000, 2.0, 0)
     alone = schedule(held, [(0.0, [block])])[0][0]
     assert alone == pytest.approx(2.041)
     assert schedule(held, [(0.0, [block, download])])[0][0] == pytest.approx(alone + 0.05)
     assert schedule(held, [(0.0, [block]), (1.5, [download])])[0][0] == pytest.approx(alone + 0.05)
-    assert schedule(held, [(0.0, [block]), (2.02, [download])])[0][0] == pytest.approx(alone + 0.021)  # it is filling
+    assert schedule(held, [(0.0, [block]), (2.02, [download])])[0][0] == pytest.approx(
+        alone + 0.021
+    )  # the buffer is filling
     assert schedule(held, [(0.0, [block]), (2.05, [download])])[0][0] == alone
 
 
-def test_the_same_device_in_another_place_of_another_pod_has_the_same_times() -> None:
+def test_a_device_has_the_same_times_in_any_place_of_any_pod() -> None:
     fleet = draw_fleet(6, {"pixel-8": 1}, {"uk-adsl2plus": 1}, seed=5, effects="full")
     assert fleet.links is not None
     whole, part = Devices(fleet.profiles, fleet.links), Devices(fleet.profiles[4::-2], fleet.links.take([4, 2, 0]))
@@ -207,7 +209,7 @@ def test_more_bytes_never_arrive_sooner(
 
 
 @pytest.mark.parametrize("trace", [NO_TRACE, 0, 1])
-def test_in_the_long_run_the_throughput_is_the_rate(trace: int) -> None:
+def test_long_run_throughput_equals_the_rate(trace: int) -> None:
     lines = Lines(links(jitter_down_s=0.05, loss_down=0.01, queue_down_s=0.5, trace=trace))
     one, rate, size, count = np.array([0]), 8e6, 50_000, 2000
     for _ in range(count):
@@ -215,7 +217,7 @@ def test_in_the_long_run_the_throughput_is_the_rate(trace: int) -> None:
     assert 8 * size * count / float(arrived[0]) == pytest.approx(rate, rel=0.01)
 
 
-def test_who_begins_anew_does_not_wait_for_what_was_on_its_way() -> None:
+def test_a_device_that_starts_again_does_not_wait_for_earlier_transfers() -> None:
     devices = Devices(PROFILES, links(jitter_down_s=0.1, queue_up_s=1.0, trace=0))
     one, size = np.array([0]), np.array([1_000_000])
     late_s, _ = devices.schedule(
@@ -230,7 +232,7 @@ def test_who_begins_anew_does_not_wait_for_what_was_on_its_way() -> None:
 
 
 def arrivals(of: Links, way: str, count: int, size: int = 1500, pause_s: float = 10.0) -> Floats:
-    """How long transfers of device 0 take, each alone on its line."""
+    """Seconds of transfers of device 0, each alone on its line."""
     lines, one = Lines(of), np.array([0])
     took = []
     for moment in pause_s * np.arange(1, count + 1):
@@ -242,7 +244,7 @@ def arrivals(of: Links, way: str, count: int, size: int = 1500, pause_s: float =
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_jitter_is_uniform_from_nothing_to_twice_its_figure(way: str) -> None:
+def test_jitter_is_uniform_from_zero_to_twice_its_figure(way: str) -> None:
     late_s = arrivals(links(**{f"jitter_{way}_s": 0.005}), way, 2000) - 0.03
     assert late_s.min() > -1e-9
     assert late_s.max() < 0.01
@@ -250,13 +252,13 @@ def test_jitter_is_uniform_from_nothing_to_twice_its_figure(way: str) -> None:
     assert np.percentile(late_s, [10, 90]) == pytest.approx([0.001, 0.009], rel=0.15)
 
 
-def test_the_two_ways_of_a_link_have_chances_of_their_own() -> None:
+def test_the_two_directions_of_a_link_draw_independently() -> None:
     both = {"jitter_down_s": 0.005, "jitter_up_s": 0.005, "loss_down": 0.2, "loss_up": 0.2}
     down, up = (arrivals(links(**both), way, 500) for way in ("down", "up"))
     assert abs(float(np.corrcoef(down, up)[0, 1])) < 0.15
 
 
-def test_as_many_links_as_devices_are_needed() -> None:
+def test_every_device_needs_a_link() -> None:
     with pytest.raises(ValueError, match="2 links for 3 devices"):
         Devices(PROFILES, plain_links(2))
 
@@ -272,7 +274,7 @@ def test_a_lost_packet_costs_a_round_trip(way: str) -> None:
 
 @settings(calm, max_examples=100)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 10_000), st.floats(1e-6, 0.99))
-def test_repetitions_are_the_fewest_after_which_nothing_is_missing(uniform: float, packets: int, loss: float) -> None:
+def test_repetitions_are_the_fewest_after_which_no_packet_is_missing(uniform: float, packets: int, loss: float) -> None:
     def complete(rounds: float) -> float:  # the probability
         return float(np.exp(packets * np.log1p(-(loss ** (rounds + 1)))))
 
@@ -282,14 +284,14 @@ def test_repetitions_are_the_fewest_after_which_nothing_is_missing(uniform: floa
     assert found == 0 or complete(found - 1) <= uniform + 1e-9
 
 
-def test_only_packets_of_the_last_round_trip_can_hold_an_answer_up() -> None:
+def test_only_packets_of_the_last_round_trip_can_delay_an_answer() -> None:
     """1.2 Mbit/s and 40 ms: four packets. A transfer of ten thousand is late as rarely as one of four."""
     took = arrivals(links(loss_down=0.01), "down", 3000, size=15_000_000, pause_s=1000.0)
     assert float((took > 100.03).mean()) == pytest.approx(1 - 0.99**4, abs=0.015)
 
 
 @pytest.mark.parametrize(("full", "idle"), [("down", "up"), ("up", "down")])
-def test_a_full_line_lengthens_the_way_back_by_the_loaded_round_trip_and_no_more(full: str, idle: str) -> None:
+def test_a_full_line_delays_the_other_direction_by_the_loaded_round_trip_and_no_more(full: str, idle: str) -> None:
     lines, one = Lines(links(**{f"queue_{full}_s": 0.3})), np.array([0])
 
     def send(way: str, at_s: float, size: int) -> float:
@@ -308,13 +310,13 @@ def test_a_full_line_lengthens_the_way_back_by_the_loaded_round_trip_and_no_more
     assert returns(21.0) == pytest.approx(0.021)
 
 
-def test_what_is_lost_on_a_full_line_is_repeated_behind_its_queue() -> None:
+def test_packets_lost_on_a_full_line_are_repeated_behind_its_queue() -> None:
     lossy = {"loss_down": 1 - 1e-9}
     empty, full = (arrivals(links(**lossy, queue_down_s=queue), "down", 1, size=300_000)[0] for queue in (0.0, 0.5))
     assert full - empty == pytest.approx(MOST_REPETITIONS * 0.5)
 
 
-# ---- chance
+# ---- random numbers
 
 
 def test_random_numbers_are_uniform_and_those_of_devices_and_seeds_differ() -> None:
@@ -344,7 +346,7 @@ def test_a_household_has_the_figures_of_its_network() -> None:
     assert row["queue_up_s"] == pytest.approx(0.60032 - 0.02598)
 
 
-def test_rates_alone_and_figures_that_nobody_measured_add_nothing() -> None:
+def test_rates_alone_and_unmeasured_figures_add_nothing() -> None:
     for network, effects in (("uk-adsl2plus", "rates"), ("us-cable-cox", "full")):
         fleet = draw_fleet(3, {"pixel-8": 1}, {network: 1}, seed=1, effects=effects)  # type: ignore[arg-type]
         assert fleet.links is not None
@@ -352,14 +354,14 @@ def test_rates_alone_and_figures_that_nobody_measured_add_nothing() -> None:
             assert not fleet.links.table[name].any()
 
 
-def test_a_guest_with_a_part_of_the_line_does_not_fill_its_buffer() -> None:
+def test_a_device_with_a_share_of_the_line_does_not_fill_its_buffer() -> None:
     fleet = draw_fleet(3, {"pixel-8": 1}, {"uk-adsl2plus": 1}, seed=1, line_share=0.5, effects="full")
     assert fleet.links is not None
     assert not fleet.links.table["queue_up_s"].any()
     assert fleet.links.table["jitter_up_s"].all()
 
 
-def test_the_kernel_is_told_the_same_figures() -> None:
+def test_the_kernel_gets_the_same_figures() -> None:
     fleet = draw_fleet(4, {"pixel-8": 1}, {"uk-adsl2plus": 1}, seed=1, effects="full")
     assert fleet.links is not None
     specs = link_specs(fleet.profiles, fleet.links)
@@ -372,7 +374,7 @@ def test_the_kernel_is_told_the_same_figures() -> None:
     assert all(field.name.endswith(("_bps", "_s", "_bytes")) or "loss" in field.name for field in fields(LinkSpec))
 
 
-def test_a_pod_is_told_all_of_it() -> None:
+def test_a_pod_gets_all_figures() -> None:
     told = links(jitter_up_s=0.1, loss_down=0.2, trace=1, offset_s=0.3)
     heard = links_from_json(json.loads(json.dumps(links_to_json(told))), len(told))
     assert heard.table.tolist() == told.table.tolist()
@@ -380,7 +382,7 @@ def test_a_pod_is_told_all_of_it() -> None:
     assert links_from_json({}, 2).table.tolist() == plain_links(2).table.tolist()
 
 
-def test_a_real_device_among_the_emulated_ones_has_a_plain_link() -> None:
+def test_a_real_device_among_emulated_ones_has_a_plain_link() -> None:
     taken = links(jitter_up_s=0.1).take([2, -1, 0])
     assert taken.table["jitter_up_s"].tolist() == [0.1, 0.0, 0.1]
     assert taken.table["trace"][1] == NO_TRACE

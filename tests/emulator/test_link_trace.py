@@ -1,5 +1,5 @@
-"""Promises of emulator.links.rate_trace: throughput follows the trace, in the model and through a real pod; bad
-files are one clear line."""
+"""Promises of emulator.links.rate_trace: throughput follows the trace, in the model and through a real pod; a bad file
+gets one clear line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LIMIT_S = 30.0
 
 
 def made(rates_mbps: list[float], each_ms: int, seed: int = 1) -> RateTrace:
-    """Stretches of these mean rates, packets at random milliseconds."""
+    """Periods of these mean rates, with packets at random milliseconds."""
     rng, at_ms = np.random.default_rng(seed), []
     for number, rate in enumerate(rates_mbps):
         packets = round(rate * 1e3 * each_ms / 8 / PACKET_BYTES)
@@ -78,14 +78,14 @@ def test_passed_counts_the_opportunities_one_by_one(trace: RateTrace, moments: l
 
 
 @given(traces, st.integers(1, 500))
-def test_so_many_packets_have_passed_just_after_their_moment_and_not_before(trace: RateTrace, packets: int) -> None:
+def test_packets_have_passed_just_after_their_moment_and_not_before(trace: RateTrace, packets: int) -> None:
     moment_s = trace.moment(np.array([float(packets)]))
     assert trace.passed(moment_s + 1e-6)[0] >= packets
     assert trace.passed(np.maximum(moment_s - 1e-6, 0.0))[0] < packets
 
 
 @given(traces, st.floats(0.01, 100), st.floats(0.01, 100))
-def test_parts_of_packets_end_with_their_packet_and_more_never_earlier(
+def test_parts_of_a_packet_end_with_it_and_more_bytes_never_end_earlier(
     trace: RateTrace, one: float, two: float
 ) -> None:
     first, both = trace.moment(np.array([one, one + two]))
@@ -93,7 +93,7 @@ def test_parts_of_packets_end_with_their_packet_and_more_never_earlier(
     assert first == trace.moment(np.ceil(np.array([one - 1e-6])))[0]
 
 
-def test_the_mean_and_the_windows_are_those_of_a_hand_calculation() -> None:
+def test_the_mean_and_the_windows_match_a_hand_calculation() -> None:
     trace = RateTrace(np.array([0, 0, 500, 1000, 1500, 2000]))
     assert trace.length_s == 2.0
     assert trace.mean_bps == 6 * 12_000 / 2
@@ -107,7 +107,7 @@ def test_the_mean_and_the_windows_are_those_of_a_hand_calculation() -> None:
 def achieved_bps(
     trace: RateTrace, share: float, offset_s: float, sizes: NDArray[np.int64], way: str = "down"
 ) -> NDArray[np.float64]:
-    """Of one device that is never idle, in each window of its time."""
+    """Throughput of one device that is never idle, per window of its time."""
     table = np.zeros(1, LINK)
     table["offset_s"], table["key"] = offset_s, device_keys(1, np.arange(1))
     lines, one, rate = Lines(Links(table, (LinkTrace(trace, trace),))), np.array([0]), share * trace.mean_bps
@@ -122,7 +122,8 @@ def achieved_bps(
 
 
 def check_windows(trace: RateTrace, share: float, offset_s: float, way: str = "down") -> int:
-    """Within 5% in every window; how many there were. Messages are small enough to be counted in their window."""
+    """Throughput is within 5% in every window; returns the number of windows. Messages are small enough to count in
+    their window."""
     rng = np.random.default_rng(3)
     slowest_bps = share * trace.rates_bps(WINDOW_S).min()
     largest = int(0.02 * slowest_bps * WINDOW_S / 8)
@@ -131,7 +132,7 @@ def check_windows(trace: RateTrace, share: float, offset_s: float, way: str = "d
     found = achieved_bps(trace, share, offset_s, rng.integers(1, largest, count), way)
     edges = np.array([offset_s + WINDOW_S * number for number in range(len(found) + 1)])
     asked = share * 8 * PACKET_BYTES * np.diff(trace.passed(edges)) / WINDOW_S
-    packet_bps = share * 8 * PACKET_BYTES / WINDOW_S  # one may fall on either side of an edge
+    packet_bps = share * 8 * PACKET_BYTES / WINDOW_S  # one packet may fall on either side of an edge
     assert (np.abs(found - asked) <= 0.05 * asked + packet_bps).all(), (found / asked).round(3)
     return len(found)
 
@@ -143,13 +144,13 @@ def test_throughput_follows_a_made_trace_within_5_percent_in_every_10_seconds(na
     assert check_windows(MADE[name], share, offset_s=3.21) >= 3
 
 
-# Megabit per second: median of the seconds and e-fold, as of a phone in a car on LTE; the slow way has outages.
+# Megabit per second: median of the seconds and e-fold, as of a phone in a car on LTE; the slow direction has outages.
 DRIVING = {"down": (3.74, 0.9), "up": (1.57, 1.0)}
 SECONDS = 130
 
 
 def second_rates(way: str, seed: int) -> NDArray[np.int64]:
-    """Packets in each second: a rate that wanders, as a moving phone's does."""
+    """Packets per second: a rate that wanders, like that of a moving phone."""
     median, spread = DRIVING[way]
     rng, wander = np.random.default_rng([seed, len(way)]), np.zeros(SECONDS)
     for second in range(1, SECONDS):
@@ -159,7 +160,7 @@ def second_rates(way: str, seed: int) -> NDArray[np.int64]:
 
 
 def written_link(folder: Path, seed: int) -> Path:
-    """Both ways as files, packets in bursts within their second."""
+    """Both directions as files, packets in bursts within their second."""
     rng = np.random.default_rng(seed)
     for way in DRIVING:
         bursts = [np.sort(rng.integers(0, 200, n) * 5 + 1000 * s) for s, n in enumerate(second_rates(way, seed))]
@@ -175,10 +176,10 @@ def test_throughput_follows_a_trace_from_files_within_5_percent_in_every_10_seco
     tmp_path: Path, seed: int, way: str
 ) -> None:
     trace: RateTrace = getattr(read_link_trace(str(written_link(tmp_path, seed))), way)
-    assert check_windows(trace, 1.0, offset_s=17.0, way=way) >= 12  # all of it, and its beginning again
+    assert check_windows(trace, 1.0, offset_s=17.0, way=way) >= 12  # the whole trace, and its beginning again
 
 
-def test_a_trace_from_files_has_the_percentiles_that_were_written(tmp_path: Path) -> None:
+def test_a_trace_read_from_files_has_the_percentiles_that_were_written(tmp_path: Path) -> None:
     link = read_link_trace(str(written_link(tmp_path, seed=1)))
     for way, trace in (("down", link.down), ("up", link.up)):
         written_bps = 8 * PACKET_BYTES * second_rates(way, seed=1)
@@ -186,7 +187,7 @@ def test_a_trace_from_files_has_the_percentiles_that_were_written(tmp_path: Path
         assert found == pytest.approx(np.percentile(written_bps, [10, 50, 90]), rel=0.01)
 
 
-def test_devices_of_a_traced_network_say_its_mean_and_begin_in_different_places() -> None:
+def test_devices_of_a_traced_network_report_its_mean_and_begin_at_different_places() -> None:
     trace = LinkTrace(MADE["steps"], MADE["short"])
     networks = {"us-verizon-4g-lte": 1.0, "uk-ftth": 1.0}
     fleet = draw_fleet(40, {"pixel-8": 1}, networks, seed=1, line_share=0.1, traces={"us-verizon-4g-lte": trace})
@@ -206,9 +207,9 @@ def test_devices_of_a_traced_network_say_its_mean_and_begin_in_different_places(
 
 
 @pytest.mark.slow
-def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> None:
-    """Over real sockets. Every block downloads 5 kB over a line of 8, 80 and 16 Mbit/s, half a second each; what
-    is compared is the moment that the pod says an answer was due, so a busy machine changes nothing."""
+def test_answers_of_a_pod_are_due_when_its_changing_line_has_carried_them() -> None:
+    """Over real sockets. Every block downloads 5 kB over a line of 8, 80 and 16 Mbit/s, half a second each. The test
+    compares the due times that the pod reports, so a busy machine changes nothing."""
     window_s, packets = 0.5, (333, 3333, 667)
     at_ms = [np.sort(500 * number + np.arange(count) % 500) for number, count in enumerate(packets)]
     trace = RateTrace(np.append(np.concatenate(at_ms), 1500))
@@ -218,7 +219,7 @@ def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> 
     fleet = Fleet(pack_profiles([profile]), ["phone"], ["line"], {}, Links(table, (LinkTrace(trace, fast),)))
     size, count = 5_000, 1400
     due_s = talk(fleet, 1, size, count)["phone/line/0"]
-    moments_s = trace.moment(size * np.arange(1, count + 1) / PACKET_BYTES)  # by hand: nothing else takes time here
+    moments_s = trace.moment(size * np.arange(1, count + 1) / PACKET_BYTES)  # by hand: nothing else takes time
     assert np.diff(due_s) == pytest.approx(np.diff(moments_s), abs=0.0011)  # the fast uplink's millisecond
     assert due_s[0] == pytest.approx(moments_s[0] + 0.002, abs=0.0011)
     windows = np.arange(0.0, moments_s[-1], window_s)
@@ -227,8 +228,8 @@ def test_answers_of_a_pod_are_due_when_its_changing_line_has_let_them_pass() -> 
     assert len(done_bytes) == 3
 
 
-def test_every_pod_is_told_the_links_of_its_own_devices() -> None:
-    """Three devices dealt to two pods; the second one loses nearly everything, and is late by all its repetitions."""
+def test_every_pod_gets_the_links_of_its_own_devices() -> None:
+    """Three devices on two pods; the second device loses nearly every packet, and is late by all repetitions."""
     profile, links = Profile(1e12, 0.0, 1e9, 1e9, 0.005, 1 << 30, 4), plain_links(3)
     links.table["loss_down"] = [0.0, 1 - 1e-9, 0.0]
     fleet = Fleet(pack_profiles([profile] * 3), ["phone"] * 3, ["line"] * 3, {}, links)
@@ -239,8 +240,8 @@ def test_every_pod_is_told_the_links_of_its_own_devices() -> None:
     assert np.concatenate(list(due_s.values())) == pytest.approx([0.01, 0.01], abs=0.001)
 
 
-def test_a_pod_holds_answers_up_behind_downloads_that_fill_the_line() -> None:
-    """Three blocks that come down one after the other, in 125 ms each: but for the last, answers meet a full buffer."""
+def test_a_pod_delays_answers_behind_downloads_that_fill_the_line() -> None:
+    """Three blocks arrive one after the other, in 125 ms each: all answers but the last meet a full buffer."""
     profile, links = Profile(1e12, 0.0, 8e6, 1e9, 0.005, 1 << 30, 4), plain_links(1)
     links.table["queue_down_s"] = 0.05
     fleet = Fleet(pack_profiles([profile]), ["phone"], ["line"], {}, links)
@@ -249,7 +250,7 @@ def test_a_pod_holds_answers_up_behind_downloads_that_fill_the_line() -> None:
 
 
 def talk(fleet: Fleet, pods: int, size: int, count: int) -> dict[str, NDArray[np.float64]]:
-    """So many blocks of so many bytes to each device, all sent at once by a server that the test plays: for each label,
+    """Send each device `count` blocks of `size` bytes at once, from a server that the test plays. Returns, per label,
     how long after that its answers were due, in order."""
     joined: dict[bytes, list[str]] = {}
     stamp_ns: dict[bytes, int] = {}
@@ -296,7 +297,7 @@ def _work(stamp_ns: int, devices: int, size: int, count: int) -> Work:
 # ---- files
 
 
-def test_plain_and_compressed_files_are_the_same_and_windows_ends_of_lines_do_not_matter(tmp_path: Path) -> None:
+def test_plain_and_compressed_files_are_equal_and_windows_line_ends_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "a.down").write_bytes(b"0\r\n5\r\n5\r\n10\r\n")
     (tmp_path / "a.up.gz").write_bytes(gzip.compress(b"0\n5\n5\n10"))
     link = read_link_trace(str(tmp_path / "a"))
@@ -329,7 +330,7 @@ def test_a_bad_file_is_one_clear_line(tmp_path: Path, data: bytes, told: str) ->
     assert "\n" not in str(raised.value)
 
 
-def test_missing_files_and_one_direction_alone_are_told_apart(tmp_path: Path) -> None:
+def test_missing_files_and_a_missing_direction_have_different_messages(tmp_path: Path) -> None:
     prefix = str(tmp_path / "x")
     with pytest.raises(LinkTraceError, match=r"there is neither .*x\.down nor .*x\.up, nor the same with \.gz"):
         read_link_trace(prefix)
@@ -338,7 +339,7 @@ def test_missing_files_and_one_direction_alone_are_told_apart(tmp_path: Path) ->
         read_link_trace(prefix)
 
 
-def test_a_file_that_is_not_compressed_after_all_or_cut_short_says_so(tmp_path: Path) -> None:
+def test_a_compressed_file_that_is_not_or_is_cut_short_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.down.gz"
     for data in (b"1\n2\n", gzip.compress(b"1\n2\n" * 100)[:-12]):
         path.write_bytes(data)

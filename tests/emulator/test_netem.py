@@ -1,6 +1,5 @@
-"""Promises of emulator.links.shaping on a kernel that has netem: delay, jitter, loss and rate are set as asked, and
-a round trip takes as long as they say. The kernel is Debian's user-mode Linux (`netem_kernel.py`), started once for
-all."""
+"""Promises of emulator.links.shaping on a kernel that has netem: delay, jitter, loss and rate are set as requested, and
+a round trip takes that long. The kernel is Debian's user-mode Linux (`netem_kernel.py`), started once for all tests."""
 
 from __future__ import annotations
 
@@ -18,8 +17,14 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kernel links are Linux's"),
     pytest.mark.root("fetching a kernel, and its namespaces"),
     pytest.mark.slow,
-    pytest.mark.alone,  # round trips are measured
 ]
+
+
+def test_the_kernel_can_be_fetched() -> None:
+    """Beside other tests, so that those which run alone need not wait for the download."""
+    if (why := netem_kernel.why_not()) is not None:
+        pytest.skip(why)
+    netem_kernel.fetch()
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +37,16 @@ def told() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.alone
 def test_the_kernel_has_netem_and_nothing_is_left_to_user_space(told: dict[str, Any]) -> None:
     assert told["probe"]["netem"]
     assert told["applied"]["in_user_space"] == []
     assert (told["applied"]["classes"], told["applied"]["leaves"]) == (6, 6)
 
 
-def test_delay_jitter_loss_and_rate_are_read_back_as_they_were_asked_for(told: dict[str, Any]) -> None:
-    """But for the kernel's units: bytes a second, 64 ns, 2^-32."""
+@pytest.mark.alone
+def test_delay_jitter_loss_and_rate_are_read_back_as_requested(told: dict[str, Any]) -> None:
+    """Up to the kernel's units: bytes per second, 64 ns, 2^-32."""
     for way, rows in told["set"].items():
         assert len(rows) == len(told["asked"])
         for minor, asked in enumerate(told["asked"], start=2):
@@ -50,15 +57,18 @@ def test_delay_jitter_loss_and_rate_are_read_back_as_they_were_asked_for(told: d
             assert row["loss"] == pytest.approx(asked[f"loss_{way}"], abs=2**-31)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("by", ["ping_s", "zeromq_s"])
 def test_a_round_trip_takes_the_delay_of_both_ways(told: dict[str, Any], by: str) -> None:
     for asked, took_s in zip(told["asked"], told[by], strict=False):
         assert took_s == pytest.approx(asked["delay_down_s"] + asked["delay_up_s"], rel=0.1)
 
 
-def test_a_changed_delay_is_the_delay_from_then_on(told: dict[str, Any]) -> None:
+@pytest.mark.alone
+def test_a_changed_delay_holds_from_then_on(told: dict[str, Any]) -> None:
     assert told["changed_ping_s"] == pytest.approx(0.26, rel=0.1)
 
 
+@pytest.mark.alone
 def test_clearing_leaves_no_class_and_no_leaf(told: dict[str, Any]) -> None:
     assert told["left"] == {"up": {}, "down": {}}

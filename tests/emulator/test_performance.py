@@ -1,4 +1,4 @@
-"""Promises of the performance model: positive, monotone, found again in its own samples, the same for the same seed."""
+"""Promises of the performance model: positive, monotone, recovered from its own samples, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_times_are_positive_and_no_larger_product_is_faster(
 
 @settings(max_examples=100)
 @given(st.floats(1e6, 1e13), st.floats(0.0, 1.0), st.lists(block, min_size=1, max_size=9))
-def test_a_device_of_two_figures_is_the_special_case(
+def test_a_device_of_two_figures_is_a_special_case_of_the_model(
     flops: float, overhead_s: float, blocks: list[tuple[int, int, int, int]]
 ) -> None:
     table = np.array(blocks)
@@ -71,7 +71,7 @@ def test_a_device_of_two_figures_is_the_special_case(
     assert model.seconds(table) == pytest.approx(figures_seconds(profiles, table), rel=1e-9)
 
 
-def test_a_tile_that_is_begun_costs_as_much_as_a_full_one() -> None:
+def test_a_partial_kernel_tile_costs_as_much_as_a_full_one() -> None:
     model = Performance(0.0, 1e-10, tile_rows=6, tile_columns=16)
     assert model.seconds(one(1, 1, 50, 1)) == model.seconds(one(1, 6, 50, 16))
     assert model.seconds(one(1, 7, 50, 17)) == 4 * model.seconds(one(1, 6, 50, 16))
@@ -81,7 +81,7 @@ def test_a_tile_that_is_begun_costs_as_much_as_a_full_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_finds_the_formula_again_that_made_the_samples() -> None:
+def test_a_fit_recovers_the_formula_that_made_the_samples() -> None:
     grid = np.array(shapes(150, 0, 1e10, 1 << 26))
     found = fit(grid, KERNEL.seconds(grid))
     fresh = np.array(shapes(100, 1, 1e10, 1 << 26))
@@ -91,7 +91,7 @@ def test_a_fit_finds_the_formula_again_that_made_the_samples() -> None:
 
 
 @pytest.mark.slow
-def test_an_efficiency_that_the_formula_does_not_have_is_learnt_from_the_neighbours() -> None:
+def test_an_efficiency_outside_the_formula_is_learnt_from_measured_neighbours() -> None:
     def truth(table: Any) -> Any:
         return KERNEL.seconds(table) * (1 + 0.4 * (np.log2(table[:, 2]) > 9) + 0.1 * np.sin(np.log2(table[:, 1])))
 
@@ -102,7 +102,7 @@ def test_an_efficiency_that_the_formula_does_not_have_is_learnt_from_the_neighbo
     assert np.median(off) < 0.03
 
 
-def test_far_from_every_measured_shape_the_formula_stands_alone() -> None:
+def test_far_from_every_measured_shape_only_the_formula_counts() -> None:
     grid = np.array(shapes(60, 0, 1e9, 1 << 26))
     noisy = KERNEL.seconds(grid) * np.random.default_rng(0).lognormal(0, 0.2, len(grid))
     found = replace(fit(grid, noisy), lengths=(1.0,) * 7)
@@ -110,7 +110,7 @@ def test_far_from_every_measured_shape_the_formula_stands_alone() -> None:
     assert found.seconds(far) == pytest.approx(replace(found, shapes=(), weights=()).seconds(far))
 
 
-def test_a_device_that_slows_down_is_seen_and_one_that_does_not_is_left_alone() -> None:
+def test_slowing_down_is_detected_in_a_device_that_does_and_in_no_other() -> None:
     rng = np.random.default_rng(0)
     at_s = np.arange(0, 120, 0.25)
     noise = rng.lognormal(0, 0.01, len(at_s))
@@ -122,7 +122,7 @@ def test_a_device_that_slows_down_is_seen_and_one_that_does_not_is_left_alone() 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_grid_has_what_was_asked_for_and_nothing_too_large(seed: int) -> None:
+def test_the_grid_has_the_requested_shapes_and_none_too_large(seed: int) -> None:
     grid = shapes(100, seed, 1e8, 1 << 22)
     assert len(set(grid)) == len(grid) == 100
     assert grid == shapes(100, seed, 1e8, 1 << 22)
@@ -150,7 +150,7 @@ def stream(model: Performance, blocks: int, idle_s: float = 0.0, seed: int = 0) 
     )
 
 
-def test_luck_is_the_seed_of_the_device_and_spreads_as_measured() -> None:
+def test_random_factors_depend_on_the_device_seed_and_spread_as_measured() -> None:
     lucky = replace(KERNEL, spread=SPREAD)
     typical_s = KERNEL.seconds(one(1, 64, 64, 64))[0]
     times = stream(lucky, 2000)
@@ -162,22 +162,22 @@ def test_luck_is_the_seed_of_the_device_and_spreads_as_measured() -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 3))
-def test_a_device_has_the_same_luck_in_whatever_pod_it_is(order: list[int], pods: int) -> None:
+def test_a_device_draws_the_same_random_factors_in_any_pod(order: list[int], pods: int) -> None:
     lucky = models(replace(KERNEL, spread=SPREAD, run_s=0.004, pause_s=0.01, rested=0.7), 6)
     profiles = pack_profiles([Profile(1e9, 0.0, 1e9, 1e9, 0.001, 1 << 30, 4)] * 6)
     together = Devices(profiles, models=lucky)
     expected: dict[int, list[float]] = {}
-    apart = [Devices(profiles[pod::pods], models=lucky.part(range(6)[pod::pods])) for pod in range(pods)]
+    split = [Devices(profiles[pod::pods], models=lucky.part(range(6)[pod::pods])) for pod in range(pods)]
     found: dict[int, list[float]] = {}
     for at, device in enumerate(order):
         sizes = (np.array([1000]), one(1, 64, 300, 64), np.array([1000]))
         expected.setdefault(device, []).append(together.schedule(at, np.array([device]), *sizes)[0][0])
-        due_s, _ = apart[device % pods].schedule(at, np.array([device // pods]), *sizes)
+        due_s, _ = split[device % pods].schedule(at, np.array([device // pods]), *sizes)
         found.setdefault(device, []).append(due_s[0])
     assert found == expected
 
 
-def test_pauses_come_in_lumps_and_add_up_to_the_mean() -> None:
+def test_pauses_come_in_bursts_and_add_up_to_the_mean() -> None:
     typical_s = KERNEL.seconds(one(1, 64, 64, 64))[0]
     paused = replace(KERNEL, run_s=3 * typical_s, pause_s=6 * typical_s)
     times = stream(paused, 900)
@@ -185,10 +185,10 @@ def test_pauses_come_in_lumps_and_add_up_to_the_mean() -> None:
     assert times.mean() == pytest.approx(typical_s, rel=0.01)
     assert set(np.round((times - running_s) / (6 * typical_s), 6).tolist()) == {0.0, 1.0}
     rested = stream(paused, 20, idle_s=100 * typical_s)
-    assert rested == pytest.approx(np.full(20, running_s))  # a new ration every time
+    assert rested == pytest.approx(np.full(20, running_s))  # a new budget each time
 
 
-def test_a_rested_device_is_faster_until_it_is_warm_and_again_after_a_rest() -> None:
+def test_a_cool_device_is_faster_until_it_is_warm_and_again_after_a_rest() -> None:
     hot = replace(KERNEL, rested=0.5, warm_up_s=100 * KERNEL.seconds(one(1, 64, 64, 64))[0])
     typical_s = KERNEL.seconds(one(1, 64, 64, 64))[0]
     times = stream(hot, 2000)
@@ -198,7 +198,7 @@ def test_a_rested_device_is_faster_until_it_is_warm_and_again_after_a_rest() -> 
     assert stream(hot, 5, idle_s=1e6) == pytest.approx(np.full(5, 0.5 * typical_s))
 
 
-def test_devices_without_a_model_keep_their_two_figures_beside_those_that_have_one() -> None:
+def test_devices_without_a_model_keep_their_two_figures_beside_modelled_ones() -> None:
     profiles = pack_profiles([Profile(1e9, 0.25, 1e9, 1e9, 0.0, 1 << 30, 4)] * 2)
     mixed = Devices(profiles, models=Models((KERNEL,), np.array([-1, 0]), ((0, 0), (0, 1))))
     tables = np.array([[1, 64, 64, 64]] * 2)
@@ -209,7 +209,7 @@ def test_devices_without_a_model_keep_their_two_figures_beside_those_that_have_o
     assert slower_s == pytest.approx(3 * compute_s)
 
 
-def test_the_link_takes_the_processor_where_nothing_else_does_its_work() -> None:
+def test_the_link_uses_the_processor_if_nothing_else_does_its_work() -> None:
     profiles = pack_profiles([Profile(1e9, 0.25, 1e9, 1e9, 0.0, 1 << 30, 4)])
     busy = Devices(profiles, models=models(replace(KERNEL, down_s=1e-6, up_s=2e-6), 1))
     table = one(1, 64, 64, 64)
@@ -219,10 +219,10 @@ def test_the_link_takes_the_processor_where_nothing_else_does_its_work() -> None
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=8), st.integers(1, 8), st.booleans())
-def test_messages_that_came_are_taken_in_before_the_products_and_the_last_answer_is_not_later_for_it(
+def test_arrived_messages_are_read_before_products_and_do_not_delay_the_last_answer(
     sizes: list[int], most: int, later: bool
 ) -> None:
-    """Over a link that takes no time; `later`: half of the messages come only when all the answers are out."""
+    """Over a link that takes no time; `later`: half of the messages arrive only after all the answers are out."""
     model = replace(KERNEL, overhead_s=0.05, down_s=1e-6)
     profiles = pack_profiles([Profile(1e9, 0.25, 1e12, 1e12, 0.0, 1 << 30, 64)])
     device, product_s = Devices(profiles, models=models(model, 1)), float(model.seconds(one(1, 64, 64, 64))[0])
@@ -270,6 +270,6 @@ def test_models_survive_json() -> None:
         ({"colour": 1.0}, "colour"),
     ],
 )
-def test_figures_that_no_device_has_are_refused(change: dict[str, Any], said: str) -> None:
+def test_impossible_figures_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         performance_from({"overhead_s": 1e-5, "work_s": 1e-11, **change})

@@ -1,5 +1,5 @@
-"""Promises of emulator.pods.faults and emulator.pods.pod: every fault that is ordered happens, is counted and
-reported, and its effect can be seen at the server's end of the socket."""
+"""Promises of emulator.pods.faults and emulator.pods.pod: every ordered fault happens, is counted and reported, and its
+effect is visible at the server's end of the socket."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ TRUTH = LEFT @ RIGHT.T
 Kind = TypeVar("Kind", bound=Message)
 
 
-class Door:
-    """The server's end of one pod's line, and the pod's orders; the test is the server."""
+class PodLine:
+    """The server's end of one pod's line, and the pod's orders; the test plays the server."""
 
     def __init__(self, devices: int, links: str, heartbeat_s: float, absent: tuple[int, ...]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -78,7 +78,7 @@ class Door:
         self._router.send_multipart([self.identity, *(bytes(frame) for frame in encode(message))])
 
     def next(self, kind: type[Kind], limit_s: float = LIMIT_S) -> Kind:
-        """The next message of this kind; others are kept in `heard`, nonsense is a WireError."""
+        """The next message of this kind; others are kept in `heard`, an invalid one is a WireError."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             if self.identity:
@@ -94,7 +94,7 @@ class Door:
         pytest.fail(f"no {kind.__name__} came; heard: {self.heard}")
 
     def order(self, do: str, *devices: int, **details: Any) -> dict[str, Any]:
-        """Given and carried out: the pod's report."""
+        """Give an order and wait until it is carried out; the pod's report."""
         self.pods.order(0, {"do": do, "devices": list(devices), **details})
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
@@ -105,7 +105,7 @@ class Door:
         pytest.fail(f"the order {do} was not reported")
 
     def work(self, *devices: int) -> int:
-        """The same block to each of these indices of the connection; the stamp."""
+        """Send the same block to each of these indices of the connection; returns the stamp."""
         stamp_ns = time.monotonic_ns()
         one, two = self._piece, self._piece + 1
         self._piece += 2
@@ -123,7 +123,7 @@ class Door:
         return stamp_ns
 
     def answers(self, count: int) -> list[tuple[int, int, NDArray[np.float32]]]:
-        """So many: index in the connection, when it was due, and its cells; in the order in which they came."""
+        """The next `count` answers in order of arrival: index in the connection, due time, cells."""
         got: list[tuple[int, int, NDArray[np.float32]]] = []
         while len(got) < count:
             result = self.next(Result)
@@ -138,25 +138,25 @@ class Door:
         self._context.destroy(linger=0)
 
 
-Open = Callable[..., Door]
+OpenLine = Callable[..., PodLine]
 
 
 @pytest.fixture
-def door(nothing_left_behind: None) -> Iterator[Open]:
+def open_line(nothing_left_behind: None) -> Iterator[OpenLine]:
     with contextlib.ExitStack() as stack:
 
         def opened(
             devices: int = 2, links: str = "off", heartbeat_s: float = 10.0, absent: tuple[int, ...] = ()
-        ) -> Door:
-            door = Door(devices, links, heartbeat_s, absent)
-            stack.callback(door.close)
-            return door
+        ) -> PodLine:
+            open_line = PodLine(devices, links, heartbeat_s, absent)
+            stack.callback(open_line.close)
+            return open_line
 
         yield opened
 
 
-def test_who_leaves_says_so_and_answers_no_more(door: Open) -> None:
-    server = door()
+def test_a_device_that_leaves_says_so_and_answers_no_more(open_line: OpenLine) -> None:
+    server = open_line()
     server.welcome()
     report = server.order("leave", 1)
     assert (report["devices"], report["count"]) == ([1], 1)
@@ -166,11 +166,11 @@ def test_who_leaves_says_so_and_answers_no_more(door: Open) -> None:
     assert device == 0
     np.testing.assert_allclose(product, TRUTH, rtol=1e-5)
     server.work(0)
-    assert [device for device, _, _ in server.answers(1)] == [0]  # and nothing of device 1 in between
+    assert [device for device, _, _ in server.answers(1)] == [0]  # and no answer of device 1 before it
 
 
-def test_who_is_away_cannot_leave_again(door: Open) -> None:
-    server = door()
+def test_an_absent_device_cannot_leave_again(open_line: OpenLine) -> None:
+    server = open_line()
     server.welcome()
     server.order("leave", 1)
     report = server.order("leave", 0, 1)
@@ -179,23 +179,23 @@ def test_who_is_away_cannot_leave_again(door: Open) -> None:
     assert (report["devices"], report["count"]) == ([], 0)
 
 
-def test_who_returns_joins_on_the_same_connection_and_works_under_a_new_index(door: Open) -> None:
-    server = door(devices=3)
-    everybody = server.welcome()
+def test_a_returning_device_joins_on_the_same_connection_under_a_new_index(open_line: OpenLine) -> None:
+    server = open_line(devices=3)
+    first = server.welcome()
     before = server.identity
     server.order("leave", 1)
     report = server.order("return", 1, 2)
-    assert report["devices"] == [1]  # 2 is there
+    assert report["devices"] == [1]  # 2 is present
     back = server.next(Join)
     assert server.identity == before
-    assert back.labels == [everybody.labels[1]]
-    assert back.profiles.tolist() == [everybody.profiles[1].tolist()]
-    server.work(1, 3)  # the old index, which is dead, and the new one
+    assert back.labels == [first.labels[1]]
+    assert back.profiles.tolist() == [first.profiles[1].tolist()]
+    server.work(1, 3)  # the old index, which is no longer valid, and the new one
     assert [device for device, _, _ in server.answers(1)] == [3]
 
 
-def test_who_is_absent_at_first_joins_when_told(door: Open) -> None:
-    server = door(devices=3, absent=(0, 2))
+def test_a_device_absent_at_first_joins_when_told(open_line: OpenLine) -> None:
+    server = open_line(devices=3, absent=(0, 2))
     assert len(server.welcome().labels) == 1
     server.order("return", 0)
     assert len(server.next(Join).labels) == 1
@@ -203,8 +203,8 @@ def test_who_is_absent_at_first_joins_when_told(door: Open) -> None:
     assert {device for device, _, _ in server.answers(2)} == {0, 1}
 
 
-def test_a_pod_without_anybody_connects_with_the_first_who_comes(door: Open) -> None:
-    server = door(devices=2, absent=(0, 1))
+def test_a_pod_without_devices_connects_with_the_first_that_joins(open_line: OpenLine) -> None:
+    server = open_line(devices=2, absent=(0, 1))
     server.order("return", 1)
     (label,) = server.welcome().labels
     assert label == "phone/line/1"
@@ -212,11 +212,11 @@ def test_a_pod_without_anybody_connects_with_the_first_who_comes(door: Open) -> 
     assert len(server.answers(1)) == 1
 
 
-def test_who_vanishes_never_answers_and_is_reported_when_it_would_be_missed(door: Open) -> None:
-    server = door(heartbeat_s=0.05)
+def test_a_vanished_device_never_answers_and_is_reported_when_a_server_would_miss_it(open_line: OpenLine) -> None:
+    server = open_line(heartbeat_s=0.05)
     server.welcome()
     server.work(0, 1)
-    server.answers(2)  # it has heard the welcome
+    server.answers(2)  # the pod has received the welcome
     report = server.order("vanish", 0)
     server.work(0, 1)
     assert [device for device, _, _ in server.answers(1)] == [1]
@@ -228,8 +228,8 @@ def test_who_vanishes_never_answers_and_is_reported_when_it_would_be_missed(door
 
 
 @pytest.mark.slow
-def test_who_returns_before_it_was_missed_is_there_twice_until_then(door: Open) -> None:
-    server = door(heartbeat_s=0.25)
+def test_a_device_that_returns_before_it_is_missed_counts_twice_until_then(open_line: OpenLine) -> None:
+    server = open_line(heartbeat_s=0.25)
     server.welcome()
     server.work(0)
     server.answers(1)
@@ -242,14 +242,14 @@ def test_who_returns_before_it_was_missed_is_there_twice_until_then(door: Open) 
 
 
 @pytest.mark.slow
-def test_answers_of_the_frozen_come_when_the_frost_ends(door: Open) -> None:
-    server = door()
+def test_answers_of_frozen_devices_come_when_the_freeze_ends(open_line: OpenLine) -> None:
+    server = open_line()
     server.welcome()
     until_ns = server.order("freeze", 0, seconds=2.0)["at_ns"] + 2e9
     server.work(0, 1)
     ((first, _, _),) = server.answers(1)
     assert first == 1
-    longer_ns = server.order("freeze", 0, seconds=2.25)["at_ns"] + 2.25e9  # what it has in hand waits, too
+    longer_ns = server.order("freeze", 0, seconds=2.25)["at_ns"] + 2.25e9  # work in progress waits too
     ((second, due_ns, product),) = server.answers(1)
     assert (second, due_ns) == (0, longer_ns)
     assert due_ns > until_ns
@@ -257,11 +257,11 @@ def test_answers_of_the_frozen_come_when_the_frost_ends(door: Open) -> None:
     np.testing.assert_allclose(product, TRUTH, rtol=1e-5)
 
 
-def test_who_is_frozen_for_longer_than_silence_is_borne_is_lost_and_comes_back_when_the_frost_ends(door: Open) -> None:
-    server = door(heartbeat_s=0.05)
+def test_a_device_frozen_beyond_the_silence_limit_is_lost_and_returns_when_the_freeze_ends(open_line: OpenLine) -> None:
+    server = open_line(heartbeat_s=0.05)
     server.welcome()
     server.work(0, 1)
-    server.answers(2)  # it has heard the welcome
+    server.answers(2)  # the pod has received the welcome
     report = server.order("freeze", 0, seconds=1.0)
     assert (report["devices"], report["count"]) == ([0], 1)
     server.work(0, 1)
@@ -271,13 +271,13 @@ def test_who_is_frozen_for_longer_than_silence_is_borne_is_lost_and_comes_back_w
     assert (missed.devices.tolist(), missed.reason) == ([0], "silent (emulated)")
     assert server.next(Join).labels == ["phone/line/0"]
     assert time.monotonic_ns() >= report["at_ns"] + 1e9
-    server.work(0, 2)  # what it had is forgotten, it is a new device
+    server.work(0, 2)  # its old work is forgotten: it is a new device
     assert [device for device, _, _ in server.answers(1)] == [2]
     assert not any(isinstance(message, Result) for message in server.heard)
 
 
-def test_who_leaves_in_the_frost_does_not_come_back_and_who_is_told_to_return_does_at_once(door: Open) -> None:
-    server = door(devices=3, heartbeat_s=0.05)
+def test_a_frozen_device_that_leaves_stays_away_and_one_told_to_return_does_so_at_once(open_line: OpenLine) -> None:
+    server = open_line(devices=3, heartbeat_s=0.05)
     server.welcome()
     server.work(0)
     server.answers(1)
@@ -292,8 +292,10 @@ def test_who_leaves_in_the_frost_does_not_come_back_and_who_is_told_to_return_do
     assert {device for device, _, _ in server.answers(2)} == {3, 4}
 
 
-def test_a_pod_whose_devices_are_all_frozen_when_its_line_breaks_connects_when_the_first_thaws(door: Open) -> None:
-    server = door(devices=1, heartbeat_s=0.05)
+def test_a_pod_with_all_devices_frozen_when_its_line_breaks_reconnects_when_the_first_thaws(
+    open_line: OpenLine,
+) -> None:
+    server = open_line(devices=1, heartbeat_s=0.05)
     server.welcome()
     server.work(0)
     server.answers(1)
@@ -304,8 +306,8 @@ def test_a_pod_whose_devices_are_all_frozen_when_its_line_breaks_connects_when_t
     assert len(server.answers(1)) == 1
 
 
-def test_the_slowed_take_as_many_times_longer_and_become_fast_again(door: Open) -> None:
-    server = door(links="model")
+def test_slowed_devices_take_longer_by_the_factor_and_become_fast_again(open_line: OpenLine) -> None:
+    server = open_line(links="model")
     server.welcome()
 
     def takes_ns() -> int:
@@ -316,14 +318,14 @@ def test_the_slowed_take_as_many_times_longer_and_become_fast_again(door: Open) 
     assert server.order("slow", 0, factor=4.0)["devices"] == [0]
     assert takes_ns() == pytest.approx(4 * normal, rel=1e-3)
     server.order("slow", 0, factor=2.0)
-    assert takes_ns() == pytest.approx(2 * normal, rel=1e-3)  # of the profile, not of what it was
+    assert takes_ns() == pytest.approx(2 * normal, rel=1e-3)  # relative to the profile, not to the previous speed
     server.order("slow", 0, factor=1.0)
     assert takes_ns() == pytest.approx(normal, rel=1e-3)
 
 
 @pytest.mark.parametrize("how", LIES)
-def test_a_liar_answers_wrongly_and_the_others_do_not(door: Open, how: str) -> None:
-    server = door()
+def test_a_liar_answers_wrongly_and_the_others_do_not(open_line: OpenLine, how: str) -> None:
+    server = open_line()
     server.welcome()
     assert server.order("lie", 0, how=how)["count"] == 1
     server.work(0, 1)
@@ -332,8 +334,8 @@ def test_a_liar_answers_wrongly_and_the_others_do_not(door: Open, how: str) -> N
     assert not np.allclose(products[0], TRUTH, rtol=1e-7 if how == "bias" else 1e-2)
 
 
-def test_after_nonsense_and_refusal_the_pod_joins_again_with_who_is_there(door: Open) -> None:
-    server = door(devices=3)
+def test_after_nonsense_and_refusal_the_pod_joins_again_with_its_present_devices(open_line: OpenLine) -> None:
+    server = open_line(devices=3)
     server.welcome()
     first = server.identity
     server.order("leave", 1)
@@ -353,48 +355,48 @@ def test_after_nonsense_and_refusal_the_pod_joins_again_with_who_is_there(door: 
     assert server.answers(1)[0][0] == 2
 
 
-def test_orders_after_one_another_are_each_counted_and_carry_their_number(door: Open) -> None:
-    server = door()
+def test_successive_orders_are_each_counted_and_carry_their_number(open_line: OpenLine) -> None:
+    server = open_line()
     server.welcome()
     reports = [server.order("slow", 0, factor=2.0, number=n) for n in (7, 8, 9)]
     assert [(r["count"], r["number"]) for r in reports] == [(1, 7), (2, 8), (3, 9)]
     assert reports[0]["at_ns"] < reports[1]["at_ns"] < reports[2]["at_ns"]
 
 
-def test_a_paused_pod_is_silent_until_it_is_resumed(door: Open, until: Until) -> None:
-    server = door()
+def test_a_paused_pod_is_silent_until_it_is_resumed(open_line: OpenLine, until: Until) -> None:
+    server = open_line()
     server.welcome()
     server.work(0)
     server.answers(1)
     server.pods.pause(0)
     process = psutil.Process(server.pods.pids[0])
-    until(lambda: process.status() == psutil.STATUS_STOPPED, "it is stopped")
+    until(lambda: process.status() == psutil.STATUS_STOPPED, "the process is stopped")
     server.work(0, 1)
-    server.pods.check()  # it lives
+    server.pods.check()  # it is alive
     server.pods.resume(0)
     assert {device for device, _, _ in server.answers(2)} == {0, 1}
 
 
-def test_a_pod_killed_on_purpose_is_no_accident_and_others_are(door: Open, until: Until) -> None:
-    server = door()
+def test_a_pod_killed_on_purpose_is_no_failure_and_any_other_is(open_line: OpenLine, until: Until) -> None:
+    server = open_line()
     server.welcome()
     server.pods.kill(0)
-    until(lambda: server.pods.codes[0] is not None, "it is dead")
+    until(lambda: server.pods.codes[0] is not None, "the pod is dead")
     server.pods.check()
-    other = door()
+    other = open_line()
     other.welcome()
     os.kill(other.pods.pids[0], signal.SIGKILL)
-    until(lambda: other.pods.codes[0] is not None, "it is dead")
+    until(lambda: other.pods.codes[0] is not None, "the pod is dead")
     with pytest.raises(LaunchError):
         other.pods.check()
 
 
-def test_an_order_that_makes_no_sense_ends_the_pod_with_a_reason(door: Open, until: Until) -> None:
-    server = door()
+def test_an_invalid_order_ends_the_pod_with_a_reason(open_line: OpenLine, until: Until) -> None:
+    server = open_line()
     server.welcome()
     server.pods.order(0, {"do": "dance"})
     server.pods.exchange()
-    until(lambda: server.pods.codes[0] is not None, "it has ended")
+    until(lambda: server.pods.codes[0] is not None, "the pod has ended")
     with pytest.raises(LaunchError, match="an order must be one of leave"):
         server.pods.check()
 
@@ -415,7 +417,7 @@ def test_an_order_that_makes_no_sense_ends_the_pod_with_a_reason(door: Open, unt
         ('{"do": "lie", "devices": [0], "how": "kindly"}', "noise, element, stale, zeros, nan, signs, bias"),
     ],
 )
-def test_a_wrong_order_is_told(line: str, told: str) -> None:
+def test_a_wrong_order_is_reported(line: str, told: str) -> None:
     with pytest.raises(OrderError, match=told):
         Order.parse(line, 2)
 
@@ -450,7 +452,7 @@ def test_each_lie_is_wrong_in_its_own_way() -> None:
     np.testing.assert_allclose(told["bias"], TRUTH, atol=2e-5 * np.abs(TRUTH).max())
 
 
-def test_a_stale_answer_is_that_of_the_block_before_whatever_its_shape() -> None:
+def test_a_stale_answer_repeats_the_previous_block_whatever_its_shape() -> None:
     liar = Liar()
     liar.begin(0, "stale")
     liar.answer(0, TRUTH)

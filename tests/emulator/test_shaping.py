@@ -1,5 +1,5 @@
-"""Promises of emulator.links.shaping, kept by a real kernel: in network namespaces that end with the test.
-`test_netem.py` has what needs netem, on a kernel that has it."""
+"""Promises of emulator.links.shaping, checked on a real kernel: in network namespaces that end with the test.
+`test_netem.py` has the parts that need netem, on a kernel that has it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.root("network namespaces"),
 ]
 PLAIN = LinkSpec(20e6, 1e6, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ATTEMPTS = 3
 GOOD = KernelSupport(allowed=True, htb=True, bpf=True, netem=False)
 
 
@@ -50,7 +51,7 @@ def pod_links(lab: LinkLab, *specs: LinkSpec) -> PodLinks:
 
 
 def state(lab: LinkLab) -> list[object]:
-    """All that shaping may change."""
+    """Everything that shaping may change."""
     found: list[object] = []
     for namespace in (lab.pod, lab.server):
         with Netlink(namespace) as link:
@@ -66,7 +67,7 @@ def state(lab: LinkLab) -> list[object]:
 
 
 def rates(lab: LinkLab) -> dict[str, list[int]]:
-    """Of all classes, up and down, in bytes a second, as the kernel says."""
+    """Rates of all classes, up and down, in bytes per second, read from the kernel."""
     found = {}
     for way, namespace, name in (("up", lab.pod, lab.pod_interface), ("down", lab.server, lab.server_interface)):
         with Netlink(namespace) as link:
@@ -76,10 +77,10 @@ def rates(lab: LinkLab) -> dict[str, list[int]]:
     return found
 
 
-# ---- setting
+# ---- setting up
 
 
-def test_two_thousand_devices_have_a_class_each_both_ways_and_nothing_is_left_of_them(lab: LinkLab) -> None:
+def test_two_thousand_devices_have_one_class_each_per_direction_and_leave_nothing_behind(lab: LinkLab) -> None:
     before = state(lab)
     specs = [replace(PLAIN, rate_up_bps=1e6 + 1000 * i, rate_down_bps=20e6 - 1000 * i) for i in range(2000)]
     pod = pod_links(lab, *specs)
@@ -90,10 +91,10 @@ def test_two_thousand_devices_have_a_class_each_both_ways_and_nothing_is_left_of
     assert sorted(found["down"]) == sorted(class_rate(spec.rate_down_bps) for spec in specs)
     clear([pod])
     assert state(lab) == before
-    clear([pod])  # nothing there is no error
+    clear([pod])  # clearing twice is no error
 
 
-def test_rates_change_while_links_are_used_and_only_those_that_are_named(lab: LinkLab) -> None:
+def test_rates_of_the_named_links_change_while_links_are_in_use(lab: LinkLab) -> None:
     pod = pod_links(lab, PLAIN, PLAIN, PLAIN)
     apply([pod], GOOD)
     slower = replace(PLAIN, rate_up_bps=5e5, rate_down_bps=2e6)
@@ -105,7 +106,7 @@ def test_rates_change_while_links_are_used_and_only_those_that_are_named(lab: Li
         change([replace(pod, devices=(("10.253.9.9", slower),))], GOOD)
 
 
-def test_a_device_with_the_interface_s_own_address_needs_no_prefix(lab: LinkLab) -> None:
+def test_a_device_with_the_interfaces_own_address_needs_no_prefix(lab: LinkLab) -> None:
     before = state(lab)
     pod = PodLinks(lab.pod_interface, ((POD_ADDRESS, PLAIN),), lab.pod, None, lab.server)
     assert apply([pod], GOOD).classes == 2
@@ -115,7 +116,7 @@ def test_a_device_with_the_interface_s_own_address_needs_no_prefix(lab: LinkLab)
 
 @pytest.mark.alone
 def test_rates_follow_a_trace_and_end_with_the_input(lab: LinkLab, until: Until) -> None:
-    """Half a second of 20 packets, half a second of 60, of a line with twice the trace's mean; the other one stays."""
+    """Half a second of 20 packets, half a second of 60, on a line with twice the trace's mean; the other line stays."""
     pod = pod_links(lab, replace(PLAIN, rate_down_bps=1.92e6, rate_up_bps=1.92e6), PLAIN)
     apply([pod], GOOD)
     milliseconds = [*range(13, 501, 25), *(500 + 25 * i // 3 for i in range(1, 61))]
@@ -151,23 +152,32 @@ def listening() -> socket.socket:
 
 
 @pytest.mark.alone
-def test_rates_both_ways_are_what_was_asked_for_from_two_to_one_to_twenty_to_one(lab: LinkLab) -> None:
-    """Eight of 200 at the same time, up and down at once. What acknowledgements of uploads take of a downlink is within
-    the 5%."""
+def test_rates_in_both_directions_are_as_requested_from_two_to_one_to_twenty_to_one(lab: LinkLab) -> None:
+    """Eight of 200 links at a time, up and down at once. The share of a downlink that acknowledgements of uploads take
+    is within the 5%. No attempt may be too fast; a host that takes the processor away makes a link look slower than it
+    is, so each link has to reach its rate in one of the attempts."""
     up_bps = 400e3
     specs = [replace(PLAIN, rate_up_bps=up_bps, rate_down_bps=up_bps * (2, 5, 10, 20)[i % 4]) for i in range(200)]
     pod = pod_links(lab, *specs)
     apply([pod], GOOD)
     asked = [Asked(address, spec.rate_down_bps, spec.rate_up_bps) for address, spec in pod.devices[:8]]
-    with ProbeServer(in_namespace(lab.server, listening)) as server:
-        found = measure((SERVER_ADDRESS, server.port), asked, lambda: in_namespace(lab.pod, socket.socket))
-    for one, got in zip(asked, found, strict=True):
-        assert got.down_bps == pytest.approx(one.down_bps, rel=0.05)
-        assert got.up_bps == pytest.approx(one.up_bps, rel=0.05)
+    best = [(0.0, 0.0)] * len(asked)
+    for _ in range(ATTEMPTS):
+        with ProbeServer(in_namespace(lab.server, listening)) as server:
+            found = measure((SERVER_ADDRESS, server.port), asked, lambda: in_namespace(lab.pod, socket.socket))
+        for one, got in zip(asked, found, strict=True):
+            assert got.down_bps <= 1.05 * one.down_bps
+            assert got.up_bps <= 1.05 * one.up_bps
+        best = [(max(down, got.down_bps), max(up, got.up_bps)) for (down, up), got in zip(best, found, strict=True)]
+        if all(
+            down >= 0.95 * one.down_bps and up >= 0.95 * one.up_bps for one, (down, up) in zip(asked, best, strict=True)
+        ):
+            return
+    pytest.fail(f"below 95% of what was asked in {ATTEMPTS} attempts: {list(zip(asked, best, strict=True))}")
 
 
 @pytest.mark.parametrize("own_address", [False, True])
-def test_whatever_the_host_prefers_tcp_slows_down_where_a_queue_is_full(lab: LinkLab, own_address: bool) -> None:
+def test_tcp_slows_down_at_a_full_queue_whatever_the_hosts_congestion_control(lab: LinkLab, own_address: bool) -> None:
     pod = pod_links(lab, PLAIN)
     if own_address:
         pod = PodLinks(lab.pod_interface, ((POD_ADDRESS, PLAIN),), lab.pod, None, lab.server)
@@ -188,7 +198,7 @@ def test_whatever_the_host_prefers_tcp_slows_down_where_a_queue_is_full(lab: Lin
 
 
 @pytest.mark.slow
-def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
+def test_a_pods_devices_compute_over_their_links_and_no_faster_than_these(
     lab: LinkLab, start: Start, tmp_path: Path
 ) -> None:
     specs = [replace(PLAIN, rate_down_bps=2e6 * (1 + i), rate_up_bps=1e6) for i in range(4)]
@@ -216,7 +226,7 @@ def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
     finally:
         server.stop()
     for number, spec in enumerate(specs):
-        mine = columns["device"] == server.labels.index(f"emulated-{number}")  # connections come in any order
+        mine = columns["device"] == server.labels.index(f"emulated-{number}")  # connections arrive in any order
         took_s = columns["due_s"][mine].min() - columns["sent_s"][mine].min()
         down_bits = 8 * 2 * 64 * 256 * 4  # its first block has two slabs
         assert took_s > 0.9 * down_bits / spec.rate_down_bps
@@ -225,14 +235,14 @@ def test_a_pod_s_devices_compute_over_their_links_and_no_faster_than_those_are(
 # ---- refusals
 
 
-def test_whatever_fails_says_why_and_leaves_nothing_behind(lab: LinkLab) -> None:
+def test_every_failure_says_why_and_leaves_nothing_behind(lab: LinkLab) -> None:
     before = state(lab)
     pod = pod_links(lab, PLAIN, PLAIN)
     for broken, says in (
         (replace(pod, interface="eth7"), "there is no interface eth7"),
         (replace(pod, server_interface="veth9"), "there is no interface veth9"),
         (replace(pod, namespace=2**22 + 1), "there is no process"),
-        (replace(pod, namespace="nobody-made-this"), "there is no network namespace nobody-made-this"),
+        (replace(pod, namespace="not-created"), "there is no network namespace not-created"),
         (replace(pod, gateway="192.0.2.1"), "not next to the server's side"),
         (replace(pod, server_namespace=lab.pod), "the other end of pod is not in the server's namespace"),
     ):
@@ -242,7 +252,7 @@ def test_whatever_fails_says_why_and_leaves_nothing_behind(lab: LinkLab) -> None
         assert state(lab) == before
 
 
-def test_an_interface_that_somebody_else_shapes_is_left_alone_and_the_other_end_and_routes_are_undone(
+def test_an_interface_shaped_by_another_program_is_left_alone_and_the_other_end_and_routes_are_undone(
     lab: LinkLab,
 ) -> None:
     with Netlink(lab.server) as link:
@@ -256,7 +266,7 @@ def test_an_interface_that_somebody_else_shapes_is_left_alone_and_the_other_end_
     assert state(lab) == before
 
 
-def test_somebody_else_s_route_to_a_device_stays(lab: LinkLab) -> None:
+def test_another_programs_route_to_a_device_stays(lab: LinkLab) -> None:
     with Netlink(lab.server) as link:
         theirs = (("RTA_DST", POD_ADDRESS), ("RTA_OIF", link.interfaces()[lab.server_interface].index))
         link.send([link.route(netlink.NEW_ROUTE, netlink.CREATE | netlink.EXCLUSIVE, 32, 1, 254, 253, *theirs)])
@@ -266,7 +276,7 @@ def test_somebody_else_s_route_to_a_device_stays(lab: LinkLab) -> None:
     assert state(lab) == before
 
 
-def test_a_prefix_in_use_is_told_apart_so_that_another_can_be_chosen(lab: LinkLab) -> None:
+def test_a_prefix_in_use_has_its_own_error_so_that_another_can_be_chosen(lab: LinkLab) -> None:
     with Netlink(lab.server) as link:
         to = ("RTA_DST", PREFIX.partition("/")[0])
         new = netlink.CREATE | netlink.EXCLUSIVE
@@ -285,7 +295,9 @@ def test_a_prefix_in_use_is_told_apart_so_that_another_can_be_chosen(lab: LinkLa
         (KernelSupport(True, True, False, True), "no classifier bpf"),
     ],
 )
-def test_a_kernel_that_cannot_is_told_with_what_to_use_instead(lab: LinkLab, kernel: KernelSupport, says: str) -> None:
+def test_a_kernel_without_support_is_reported_with_an_alternative(
+    lab: LinkLab, kernel: KernelSupport, says: str
+) -> None:
     before = state(lab)
     with pytest.raises(ShapingError, match=says) as caught:
         apply([pod_links(lab, PLAIN)], kernel)
@@ -296,17 +308,17 @@ def test_a_kernel_that_cannot_is_told_with_what_to_use_instead(lab: LinkLab, ker
 # ---- as a program
 
 
-NOBODY = (
+UNPRIVILEGED = (
     "import os, sys; from emulator.links import shaping; os.setgid(65534); os.setuid(65534); sys.exit(shaping.main())"
 )
 
 
-def program(do: str, told: str = "", nobody: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(("-c", NOBODY) if nobody else ("-m", "emulator.links.shaping")), do]
+def program(do: str, told: str = "", unprivileged: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(("-c", UNPRIVILEGED) if unprivileged else ("-m", "emulator.links.shaping")), do]
     return subprocess.run(command, input=told, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
 
 
-def test_the_program_applies_changes_and_clears_what_it_reads(lab: LinkLab) -> None:
+def test_the_program_applies_changes_and_clears_links_read_from_its_input(lab: LinkLab) -> None:
     before = state(lab)
     told = json.dumps({"pods": [pod_links(lab, PLAIN, PLAIN).to_json()]})
     applied = json.loads(program("apply", told).stdout)
@@ -330,9 +342,9 @@ def test_the_program_refuses_what_it_cannot_read(told: str) -> None:
 def test_without_privileges_the_program_says_which_are_missing(lab: LinkLab) -> None:
     before = state(lab)
     told = json.dumps({"pods": [pod_links(lab, PLAIN).to_json()]})
-    done = program("apply", told, nobody=True)
+    done = program("apply", told, unprivileged=True)
     assert done.returncode == 2
     assert "NET_ADMIN" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert json.loads(program("probe", nobody=True).stdout)["allowed"] is False
+    assert json.loads(program("probe", unprivileged=True).stdout)["allowed"] is False
     assert state(lab) == before

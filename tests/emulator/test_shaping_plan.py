@@ -1,5 +1,4 @@
-"""Promises of emulator.links.shaping_plan: what a kernel is told for the links that are asked for. No kernel is
-needed."""
+"""Promises of emulator.links.shaping_plan: the kernel's settings for the requested links. No kernel is needed."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def pods(draw: st.DrawFn) -> PodLinks:
 
 
 @given(pods(), st.booleans())
-def test_every_device_has_its_own_class_both_ways_with_the_rate_that_leaves_what_was_asked(
+def test_every_device_has_its_own_class_per_direction_whose_rate_leaves_the_requested_goodput(
     pod: PodLinks, netem: bool
 ) -> None:
     plan = make_plan(pod, netem)
@@ -73,13 +72,13 @@ def test_every_device_has_its_own_class_both_ways_with_the_rate_that_leaves_what
         for address, spec in pod.devices:
             one = by_minor[int(IPv4Address(address)) & 0xFFFF]
             asked_bps = getattr(spec, f"rate_{way}_bps")
-            assert abs(8 * one.rate_bytes_s * HEADER_SHARE - asked_bps) <= 8  # whole bytes a second
-            assert one.burst_bytes >= FRAME_BYTES  # less could not send a full frame
+            assert abs(8 * one.rate_bytes_s * HEADER_SHARE - asked_bps) <= 8  # whole bytes per second
+            assert one.burst_bytes >= FRAME_BYTES  # the least that can send a full frame
             assert one.burst_bytes - FRAME_BYTES <= BURST_S * one.rate_bytes_s
 
 
 @given(pods())
-def test_netem_gets_delay_jitter_and_loss_and_room_for_all_that_is_on_its_way(pod: PodLinks) -> None:
+def test_netem_gets_delay_jitter_loss_and_room_for_all_packets_in_flight(pod: PodLinks) -> None:
     plan = make_plan(pod, netem=True)
     assert plan.in_user_space == ()
     for way, side in (("up", plan.up), ("down", plan.down)):
@@ -93,12 +92,12 @@ def test_netem_gets_delay_jitter_and_loss_and_room_for_all_that_is_on_its_way(po
                 continue
             assert (one.leaf.delay_s, one.leaf.jitter_s, one.leaf.loss) == (*asked, loss)
             assert one.leaf.limit_packets * FRAME_BYTES >= one.rate_bytes_s * sum(asked)
-            assert bool(one.leaf.rate_bytes_s) == bool(asked[1])  # nothing overtakes
+            assert bool(one.leaf.rate_bytes_s) == bool(asked[1])  # no packet overtakes another
             assert not one.queue_bytes
 
 
 @given(pods())
-def test_without_netem_whatever_is_more_than_a_rate_is_named_as_left_to_user_space(pod: PodLinks) -> None:
+def test_without_netem_everything_but_the_rate_is_named_as_left_to_user_space(pod: PodLinks) -> None:
     plan = make_plan(pod, netem=False)
     assert all(one.leaf is None for side in (plan.up, plan.down) for one in side.classes)
     for name, keys in {
@@ -111,14 +110,14 @@ def test_without_netem_whatever_is_more_than_a_rate_is_named_as_left_to_user_spa
 
 
 @given(pods(), st.booleans())
-def test_no_lump_takes_long_on_the_slowest_link(pod: PodLinks, netem: bool) -> None:
+def test_no_segment_takes_long_on_the_slowest_link(pod: PodLinks, netem: bool) -> None:
     plan = make_plan(pod, netem)
     for side in (plan.up, plan.down):
         slowest = min(one.rate_bytes_s for one in side.classes)
         assert 1 <= side.segments <= MOST_SEGMENTS
         assert side.segments == 1 or side.segments * FRAME_BYTES / slowest <= LUMP_S
         if any(one.leaf and one.leaf.loss for one in side.classes):
-            assert side.segments == 1  # loss is a share of packets, not of lumps
+            assert side.segments == 1  # loss is a share of packets, not of segments
 
 
 @given(pods())
@@ -133,7 +132,7 @@ def test_a_full_queue_takes_acknowledgements_and_tcp_waits_for_the_slowest_line(
 
 
 def run_classifier(program: list[tuple[int, int, int, int]], packet: bytes) -> int:
-    """Classic BPF, as much of it as is used; offsets count from the IP header."""
+    """The part of classic BPF that is used; offsets count from the IP header."""
     a = x = at = 0
     while True:
         code, yes, no, k = program[at]
@@ -193,7 +192,7 @@ hosts = st.integers(0, 2**32 - 1)
     st.integers(0, 255),
     st.sampled_from([0, 12, 20, 40]),
 )
-def test_a_device_s_packets_find_its_class_and_only_bare_acknowledgements_up_go_past(
+def test_a_devices_packets_find_its_class_and_only_bare_acknowledgements_bypass_it(
     way: Way, minor: int, other: int, protocol: int, payload: int, flags: int, options: int
 ) -> None:
     mine = HERE | minor
@@ -204,13 +203,13 @@ def test_a_device_s_packets_find_its_class_and_only_bare_acknowledgements_up_go_
 
 
 @given(st.sampled_from(["up", "down"]), hosts, hosts, st.integers(1, 1400))
-def test_whatever_is_none_of_the_devices_has_no_class(way: Way, source: int, destination: int, payload: int) -> None:
+def test_packets_of_no_device_have_no_class(way: Way, source: int, destination: int, payload: int) -> None:
     mine = source if way == "up" else destination
     found = run_classifier(classifier(way, HERE >> 16), packet(source, destination, 6, payload))
     assert found == (0x10000 | mine & 0xFFFF if mine >> 16 == HERE >> 16 else 0)
 
 
-def test_a_packet_with_options_of_ip_is_never_taken_for_an_acknowledgement() -> None:
+def test_a_packet_with_ip_options_is_never_taken_for_an_acknowledgement() -> None:
     odd = packet(HERE | 5, 1, 6, 0, ip_words=6)
     assert run_classifier(classifier("up", HERE >> 16), odd) == 0x10005
 
@@ -218,7 +217,7 @@ def test_a_packet_with_options_of_ip_is_never_taken_for_an_acknowledgement() -> 
 # ---- addresses and refusals
 
 
-def test_addresses_are_the_first_that_can_be_classes() -> None:
+def test_devices_get_the_first_addresses_that_can_be_classes() -> None:
     assert addresses("10.9.0.0/16", 3) == ["10.9.0.2", "10.9.0.3", "10.9.0.4"]
     assert addresses("10.9.32.0/20", 1) == ["10.9.32.2"]
     assert len(addresses("10.9.0.0/16", 65_533)) == 65_533
@@ -242,13 +241,13 @@ def test_addresses_are_the_first_that_can_be_classes() -> None:
         (PodLinks("eth0", (("10.9.0.2", replace(PLAIN, rate_down_bps=float("nan"))),)), "below what the kernel"),
     ],
 )
-def test_what_a_kernel_cannot_give_is_refused_in_one_line(pod: PodLinks, says: str) -> None:
+def test_settings_that_a_kernel_cannot_provide_are_refused_in_one_line(pod: PodLinks, says: str) -> None:
     with pytest.raises(ShapingPlanError, match=re.escape(says)) as caught:
         make_plan(pod, netem=True)
     assert "\n" not in str(caught.value)
 
 
-def test_more_devices_than_classes_are_refused_with_what_to_do() -> None:
+def test_more_devices_than_classes_are_refused_with_advice() -> None:
     with pytest.raises(ShapingPlanError, match=r"65,533 devices, 70,000 are asked for; take more pods .* links.kind"):
         addresses("10.9.0.0/16", 70_000)
 
@@ -258,10 +257,10 @@ def test_more_devices_than_classes_are_refused_with_what_to_do() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.floats(0, 100), st.floats(1e5, 1e8))
-def test_over_a_whole_trace_the_followed_rate_is_the_line_s_own(
+def test_over_a_whole_trace_the_followed_rate_equals_the_lines_own(
     gaps_ms: list[int], offset_s: float, mean_bps: float
 ) -> None:
-    """But for what does not fit into a whole number of windows: so the trace is repeated until it does."""
+    """The trace is repeated until it fits into a whole number of windows."""
     trace = RateTrace(np.cumsum(gaps_ms))
     windows = 2 * int(trace.at_ms[-1])  # of half a second: as many seconds as the trace has milliseconds
     followed = [rate_bps(trace, mean_bps, offset_s + WINDOW_S * i) for i in range(min(windows, 2000))]
@@ -275,17 +274,17 @@ def test_over_a_whole_trace_the_followed_rate_is_the_line_s_own(
 
 @pytest.mark.slow
 @given(pods())
-def test_a_pod_s_links_survive_json(pod: PodLinks) -> None:
+def test_a_pods_links_survive_json(pod: PodLinks) -> None:
     assert PodLinks.from_json(json.loads(json.dumps(pod.to_json()))) == pod
 
 
 @pytest.mark.parametrize("told", [{}, {"interface": "eth0"}, {"interface": "eth0", "devices": [], "speed": 1}])
-def test_json_that_does_not_add_up_is_refused(told: dict[str, object]) -> None:
+def test_inconsistent_json_is_refused(told: dict[str, object]) -> None:
     with pytest.raises(ShapingPlanError):
         PodLinks.from_json(told)
 
 
-def test_a_dry_run_says_every_command_with_its_figures() -> None:
+def test_a_dry_run_prints_every_command_with_its_figures() -> None:
     pod = PodLinks("eth0", (("10.9.0.2", FULL),), 4711, "10.9.0.0/16", None, "veth7", "172.18.0.2")
     lines = commands(make_plan(pod, netem=True))
     assert lines[:4] == [
@@ -301,7 +300,7 @@ def test_a_dry_run_says_every_command_with_its_figures() -> None:
     )
 
 
-def test_a_device_with_its_interface_s_address_has_a_route_of_its_own() -> None:
+def test_a_device_with_its_interfaces_address_has_its_own_route() -> None:
     pod = PodLinks("eth0", (("10.9.0.2", FULL),), 4711, None, None, "veth7")
     assert commands(make_plan(pod, netem=False))[0] == (
         "ip route add 10.9.0.2 dev $(bridge of veth7) rto_min 200ms congctl cubic"

@@ -1,5 +1,6 @@
-"""Promises of emulator.containers.throttle: what computes is a thread of its own that can be found and limited, and
-nothing else is. `test_containers.py` does it on an engine; here are control groups of version 2, on user-mode Linux."""
+"""Promises of emulator.containers.throttle: computing has a thread of its own, which can be found and limited, and
+nothing else is limited. `test_containers.py` checks it on an engine; here are control groups of version 2, on user-mode
+Linux."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Broken:
         raise MemoryError("no room for the product")
 
 
-def test_products_are_those_of_the_kernel_and_its_errors_are_the_asker_s() -> None:
+def test_products_and_errors_of_the_kernel_reach_the_caller() -> None:
     left, right = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((3, 4), np.float32)
     kernel = ComputeThread(NumpyKernel())
     assert (kernel.product(left, right) == left @ right).all()
@@ -48,7 +49,7 @@ def test_the_thread_that_computes_is_found_by_its_name(tmp_path: Path) -> None:
     task = tmp_path / "7" / "task" / "8"
     task.mkdir(parents=True)
     (task / "comm").write_text("python3\n")
-    (task.parent / "9").mkdir()  # it has ended meanwhile
+    (task.parent / "9").mkdir()  # a thread that has ended
     assert thread_of(7, tmp_path) is None
     kernel, nothing = ComputeThread(Thread()), np.zeros((1, 1), np.float32)
     names = [Path(f"/proc/self/task/{int(kernel.product(nothing, nothing)[0])}/comm").read_text()]
@@ -56,7 +57,7 @@ def test_the_thread_that_computes_is_found_by_its_name(tmp_path: Path) -> None:
     assert thread_of(os.getpid()) is not None
 
 
-def test_a_container_s_group_is_found_in_both_versions(tmp_path: Path) -> None:
+def test_a_containers_group_is_found_in_both_versions(tmp_path: Path) -> None:
     (tmp_path / "cpu,cpuacct").mkdir()
     first = "5:memory:/docker/1\n4:cpu,cpuacct:/docker/1\n1:name=systemd:/docker/1\n0::/system.slice\n"
     assert container_group(first, tmp_path) == (tmp_path / "cpu,cpuacct/docker/1", False)
@@ -71,7 +72,7 @@ def test_a_container_s_group_is_found_in_both_versions(tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 @pytest.mark.root("control groups")
-def test_version_2_limits_what_computes_and_nothing_else() -> None:
+def test_version_2_limits_the_computing_thread_and_nothing_else() -> None:
     if (why := netem_kernel.why_not()) is not None:
         pytest.skip(why)
     done = netem_kernel.run([sys.executable, "tests/helpers/throttle_inside.py", "1000", "20000"], ROOT)
@@ -79,4 +80,4 @@ def test_version_2_limits_what_computes_and_nothing_else() -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["threads"] == 1
     assert told["computes"] < 1.2 * 0.05
-    assert told["others"] > 0.25  # alone on that kernel's one processor, whatever this machine does
+    assert told["others"] > 0.25  # alone on that kernel's only processor, however busy this machine is

@@ -1,5 +1,5 @@
-"""Promises of emulator.model.zoo and emulator.model.fleet: the shipped files are sound, a fleet has the lines it
-asked for."""
+"""Promises of emulator.model.zoo and emulator.model.fleet: the shipped files are sound, a fleet has the lines it asks
+for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_network_file_is_complete_plausible_and_sourced(name: str) -> None
     assert network.name == name
     assert 0.1e6 <= network.up.p10 <= network.up.p90 <= 1e9
     assert 0.5e6 <= network.down.p10 <= network.down.p90 <= 5e9
-    assert 1e-3 <= network.rtt_s <= 0.8  # by way of a geostationary satellite
+    assert 1e-3 <= network.rtt_s <= 0.8  # at most that of a geostationary satellite
     assert network.technology == "satellite" or network.rtt_s <= 0.1
     for loaded_s in (network.rtt_loaded_down_s, network.rtt_loaded_up_s):
         assert loaded_s is None or network.rtt_s < loaded_s < 1.0
@@ -171,24 +171,24 @@ def test_the_percentiles_of_a_fleet_are_those_of_the_measured_households() -> No
     assert np.percentile(rates, [10, 50, 90]) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_good_line_is_good_both_ways() -> None:
+def test_a_line_with_a_fast_downlink_has_a_fast_uplink() -> None:
     profiles = draw_fleet(500, ONE_DEVICE, ONE_NETWORK, seed=1).profiles
     assert np.array_equal(np.argsort(profiles["down_bps"]), np.argsort(profiles["up_bps"]))
 
 
-def test_where_only_the_median_is_known_every_household_has_it() -> None:
+def test_if_only_the_median_is_known_every_household_has_it() -> None:
     profiles = draw_fleet(100, ONE_DEVICE, {"us-cable-cox": 1.0}, seed=1).profiles
     assert profiles["down_bps"] == pytest.approx(load_network("us-cable-cox").down.p50)
 
 
-def test_latency_is_half_a_round_trip_and_memory_what_the_owner_lends() -> None:
+def test_latency_is_half_a_round_trip_and_memory_is_what_the_owner_lends() -> None:
     profile = draw_fleet(1, ONE_DEVICE, ONE_NETWORK, seed=1).profiles[0]
     assert profile["latency_s"] == load_network("uk-ftth").rtt_s / 2
     assert profile["memory_bytes"] == load_device("pixel-8").budget_bytes
 
 
 @pytest.mark.parametrize("shares", [{}, {"pixel-8": 0.0}, {"pixel-8": float("nan")}, {"pixel-88": 1.0}])
-def test_shares_that_make_no_sense_are_refused(shares: dict[str, float]) -> None:
+def test_invalid_shares_are_refused(shares: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"share|unknown device"):
         draw_fleet(10, shares, ONE_NETWORK, seed=1)
 
@@ -217,7 +217,7 @@ def test_the_same_seed_gives_the_same_uniform_fleet_and_another_seed_another() -
     assert not np.array_equal(first, other)
 
 
-def test_a_share_of_the_line_slows_a_uniform_fleet_down_both_ways_and_changes_nothing_else() -> None:
+def test_a_share_of_the_line_slows_a_uniform_fleet_in_both_directions_and_changes_nothing_else() -> None:
     whole, part = uniform_fleet("extreme", 50, seed=1), uniform_fleet("extreme", 50, seed=1, line_share=0.1)
     for column in PROFILE.names or ():
         factor = 0.1 if column in ("down_bps", "up_bps") else 1.0
@@ -229,7 +229,7 @@ def test_a_uniform_fleet_without_devices_is_refused() -> None:
         uniform_fleet("paper", 0, seed=1)
 
 
-def test_four_thousand_devices_are_drawn_in_no_time() -> None:
+def test_four_thousand_devices_are_drawn_quickly() -> None:
     mix = dict.fromkeys(device_names(), 1.0), dict.fromkeys(network_names(), 1.0)
     draw_fleet(1, *mix, seed=1)  # reads the files
     seconds = []

@@ -1,8 +1,8 @@
 """A stand-in for adb and the phones behind it; run as a program named `adb`.
 
-It answers as the real one (Debian's 1.0.41) does, refusals with their words and exit codes. Inside a phone there is a
-stand-in Termux (tests/helpers/termux.py): what is run there really runs. `phones.json` beside it says who is attached;
-calls are written to `adb-calls`.
+It answers like the real one (Debian's 1.0.41), refusals with their words and exit codes. Inside a phone is a stand-in
+Termux (tests/helpers/termux.py): commands really run there. `phones.json` beside it lists the attached phones; calls
+are written to `adb-calls`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(words: list[str]) -> None:
 
 
 def reverse(phone: dict[str, Any], there: str, here: str) -> None:
-    """The phone's loopback is this machine's: its curl is told where to go instead."""
+    """The phone's loopback is this machine's: its curl is redirected."""
     path = Path(phone["environment"]["TERMUX_STANDIN"]) / "curlrc"
     others = [line for line in path.read_text().splitlines() if f'"127.0.0.1:{there}:' not in line]
     path.write_text("\n".join([*others, f'connect-to = "127.0.0.1:{there}:127.0.0.1:{here}"', ""]))
@@ -123,7 +123,7 @@ Current Battery Service state:
 
 
 def termux(serial: str, phone: dict[str, Any], script: str, wait: bool) -> None:
-    """In the stand-in Termux of this phone, whose folders are not where a real one has them."""
+    """In the stand-in Termux of this phone, whose folders differ from a real one's."""
     script = script.replace("/data/local/tmp", str(HERE / serial / "data/local/tmp"))
     process = subprocess.Popen(
         [f"{phone['environment']['PREFIX']}/bin/sh", "-c", script],

@@ -2,8 +2,8 @@
 
 Debian's arm64 packages and PyPI's aarch64 wheels, in the versions of requirements.lock, unpacked into a folder under
 /var/tmp that is kept for the next time: about 15 s, once. A program runs in it by chroot, in a mount namespace that
-ends with it. There is no /sys in there: ONNX Runtime's look at the processor would take the host's for its own.
-Emulated arithmetic is hundreds of times slower than the machine's: right for promises, not for timings.
+ends with it. It has no /sys: ONNX Runtime would take the host's processor for its own. Emulated arithmetic is hundreds
+of times slower than native: good for promises, not for timings.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from places import ROOT
 
 WHEELS = ("numpy", "pyzmq", "onnxruntime", "flatbuffers", "packaging", "protobuf")
 DEBS = ("python3", "libstdc++6", "libgomp1")
-KEPT_S = 7 * 86400.0  # how long a folder of other versions stays: a test elsewhere may be in it
+KEPT_S = 7 * 86400.0  # lifetime of a folder of other versions: another checkout's test may use it
 
 
 def command(root: Path, python_path: str, *words: str) -> list[str]:
-    """What runs python3 with these words inside; root only."""
+    """The command that runs python3 with these words inside; root only."""
     enter = (
         'mount -t proc proc "$1/proc" && exec env -i PYTHONPATH="$2" HOME=/tmp PATH=/usr/bin '
         '/usr/sbin/chroot "$1" /usr/bin/qemu-aarch64-static /usr/bin/python3 "${@:3}"'
@@ -36,7 +36,7 @@ def command(root: Path, python_path: str, *words: str) -> list[str]:
 
 
 def rootfs() -> Path:
-    """The folder; made if it is not there."""
+    """The folder; created if missing."""
     qemu = debian.program("qemu-aarch64-static", "qemu-user-static")
     pinned = sorted(set(re.findall(rf"^(?:{'|'.join(WHEELS)})==\S+$", (ROOT / "requirements.lock").read_text(), re.M)))
     assert len(pinned) == len(WHEELS), pinned
@@ -76,7 +76,7 @@ def _make(folder: Path, wheels: list[str]) -> None:
 
 
 def _apt(work: Path) -> list[str]:
-    """apt-get for arm64, with folders of its own: this machine's packages are not touched."""
+    """apt-get for arm64, with its own folders: this machine's packages are not touched."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE)", "Created-By: Packages"]
     lines = [line.split() for line in _run(asked).splitlines()]
     repository = next(uri for uri, release in lines if not release.endswith(("-security", "-updates")))

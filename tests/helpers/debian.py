@@ -1,5 +1,5 @@
-"""Programs of Debian that tests need: there, or installed now, or the test is skipped and says why. One process at a
-time calls apt-get: two tests side by side would meet its lock."""
+"""Programs of Debian that tests need: present, or installed now, or the test is skipped with a reason. Only one process
+at a time calls apt-get: parallel tests would meet its lock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUIET = ["apt-get", "install", "-y", "-qq", "--no-install-recommends"]
 
 
 def program(name: str, package: str) -> str:
-    """Its path. Root installs what is missing."""
+    """Its path. Root installs it if it is missing."""
     if found := shutil.which(name):
         return found
     if os.geteuid() != 0 or not shutil.which("apt-get"):
@@ -29,7 +29,7 @@ def program(name: str, package: str) -> str:
 
 
 def install(packages: dict[str, str]) -> None:
-    """The packages of those programs that are missing."""
+    """Install the packages of the missing programs."""
     with apt():
         missing = [package for name, package in packages.items() if shutil.which(name) is None]
         if not missing:
@@ -42,7 +42,7 @@ def install(packages: dict[str, str]) -> None:
 
 @contextmanager
 def apt() -> Iterator[None]:
-    """Whoever is in here may call apt-get."""
+    """The holder may call apt-get."""
     with Path("/var/tmp/cleave-apt.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

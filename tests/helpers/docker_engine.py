@@ -1,7 +1,7 @@
-"""A Docker engine for tests: installed where it is missing, in a network namespace of its own, gone afterwards.
+"""A Docker engine for tests: installed if missing, in its own network namespace, removed afterwards.
 
-The engine's bridges, routes and firewall rules stay in that namespace; whoever is to reach its containers is started
-there, as a user's testbed and engine share one host.
+The engine's bridges, routes and firewall rules stay in that namespace; a program that must reach its containers is
+started there, as a user's testbed and engine share one host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import debian
 from places import ROOT
 
 READY_S = 60.0
-# `cleave`, which stands for this checkout wherever the installed one points
+# `cleave` of this checkout, whatever is installed
 CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()"]
 
 
@@ -48,7 +48,7 @@ class TestEngine:
 
     @property
     def inside(self) -> list[str]:
-        """Before a command: where the engine's bridges are."""
+        """Command prefix: enter the namespace of the engine's bridges."""
         return ["nsenter", f"--net=/run/netns/{self.namespace}"]
 
     @property
@@ -58,7 +58,7 @@ class TestEngine:
     def cleave(
         self, *arguments: str, cwd: Path | None = None, limit_s: float = 100.0
     ) -> subprocess.CompletedProcess[str]:
-        """`cleave` beside the engine, until it ends."""
+        """Run `cleave` beside the engine until it ends."""
         return subprocess.run(
             [*self.inside, *CLEAVE, *arguments],
             env=self.environment,
@@ -102,7 +102,7 @@ def engine() -> Iterator[TestEngine]:
         yield made
     finally:
         if process is not None:
-            process.terminate()  # it ends its containerd, and that its containers
+            process.terminate()  # ends its containerd, which ends its containers
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
@@ -112,7 +112,7 @@ def engine() -> Iterator[TestEngine]:
 
 
 def _forget(made: TestEngine) -> None:
-    """What an engine leaves behind: mounts, control groups, the namespace, files."""
+    """Remove what an engine leaves behind: mounts, control groups, the namespace, files."""
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for mount in reversed([mount for mount in mounts if mount.startswith(f"{made.folder}/")]):
         subprocess.run(["umount", "-l", mount], check=False)

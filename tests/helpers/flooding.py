@@ -1,9 +1,9 @@
-"""Uninvited callers, in a process of their own:
+"""Uninvited clients, in a process of their own:
 `python tests/helpers/flooding.py '{"plain": [...], "encrypted": [...]}'`.
 
-Fifty connections for some seconds, each again and again: small messages as fast as they can, one of 420 MB, one that
-never ends, 4 MB of JSON, noise, wrong passwords, and unknown keys. Only to addresses of this machine. Says at the end
-what was sent, and whether any of them got a block.
+Fifty connections for some seconds, each opened again and again: small messages as fast as possible, one of 420 MB, one
+that never ends, 4 MB of JSON, noise, wrong passwords, and unknown keys. Only to addresses of this machine. Prints at
+the end what was sent, and whether any of them got a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOIN = [bytes(f) for f in encode(Join(pack_profiles([Profile(1e12, 0.0, 1e12, 1e
 PROBE = [bytes(f) for f in encode(Probe(1, 0, b""))]
 BEAT = bytes(encode(Heartbeat())[0])
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-AGAIN_S = 0.05  # after it was cut off: fifty that never pause fill a core of this machine by themselves
+AGAIN_S = 0.05  # pause after being cut off: fifty connections without pauses would fill a core by themselves
 HUGE = 420_000_000
 JSON = b'{"labels":["evil"],"about":{' + b",".join(b'"%d":"x"' % i for i in range(320_000)) + b"}}"
 
@@ -60,7 +60,7 @@ def huge() -> Iterator[bytes]:
 
 
 def unfinished() -> Iterator[bytes]:
-    """420 MB in frames of 4 KiB, of which none is the last, and then silence."""
+    """420 MB in frames of 4 KiB, none of them the last, and then silence."""
     yield frame(JOIN[0], more=True)
     for _ in range(HUGE >> 18):
         yield frame(bytes(4096), more=True) * 64
@@ -82,7 +82,7 @@ def noise() -> Iterator[bytes]:
 def raw(
     address: str, words: Callable[[], Iterator[bytes]], mechanism: bytes, until_s: float, sent: Counter[str]
 ) -> None:
-    """One connection, again whenever it is closed."""
+    """One connection, opened again whenever it is closed."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     while time.monotonic() < until_s:
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=0.5) as line:
@@ -123,7 +123,7 @@ def unknown_key(address: str, server_key: str, until_s: float, sent: Counter[str
 
 
 def talkative(address: str, password: str, until_s: float, sent: Counter[str]) -> None:
-    """Let in, and as loud as it can be."""
+    """Admitted, and sends as fast as it can."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
         line.setsockopt(zmq.SNDTIMEO, 20)
@@ -164,7 +164,7 @@ def begins_and_never_ends(address: str, server_key: str, keys: Keys, until_s: fl
 
 
 def carry(source: socket.socket, target: socket.socket, most: int, until_s: float) -> None:
-    """So many bytes, and then nothing more, but the connection stays."""
+    """Carry this number of bytes, then nothing more, but keep the connection."""
     source.settimeout(0.2)
     while time.monotonic() < until_s:
         if not most:
@@ -183,7 +183,7 @@ def carry(source: socket.socket, target: socket.socket, most: int, until_s: floa
 
 
 def measures_without_end(address: str, until_s: float, sent: Counter[str]) -> None:
-    """On this machine, with ticket after ticket: the smallest PROBEs, as fast as they are taken."""
+    """On this machine, with ticket after ticket: the smallest PROBEs, as fast as the server takes them."""
     while time.monotonic() < until_s:
         with zmq.Context() as context, contextlib.suppress(zmq.ZMQError, UserError):
             where, credentials = enter(context, address, "evil")
@@ -202,7 +202,7 @@ def measures_without_end(address: str, until_s: float, sent: Counter[str]) -> No
 
 
 def comes_and_goes(address: str, a_second: float, words: bytes, until_s: float, sent: Counter[str]) -> None:
-    """Connects from one address of this machine after another, and is gone again."""
+    """Connects from one address of this machine after another, and hangs up again."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     begun_s, come = time.monotonic(), 0
     while time.monotonic() < until_s:
@@ -221,7 +221,7 @@ def comes_and_goes(address: str, a_second: float, words: bytes, until_s: float, 
 def main(asked: dict[str, Any]) -> None:
     for address in (*asked["plain"], *asked["encrypted"]):
         assert ipaddress.ip_address(address.removeprefix("tcp://").rpartition(":")[0]).is_loopback
-    os.nice(19)  # what they cost the server is asked, not what they cost the machine
+    os.nice(19)  # the cost to the server is measured, not the cost to the machine
     until_s = time.monotonic() + asked["seconds"]
     sent: Counter[str] = Counter(blocks=0)
     threads = []

@@ -1,8 +1,8 @@
-"""A server in a process of its own, for attacks that may end it:
+"""A server in its own process, for attacks that may end it:
 `python tests/helpers/lone_server.py FOLDER [predictable]`.
 
-Says where it listens, in one line of JSON, and ends with its standard input. "predictable": the names of its
-connections begin where they did before they were made random, so that the attacker's guess is always right.
+Prints its addresses in one line of JSON, and ends with its standard input. "predictable": the names of its connections
+begin at libzmq's unseeded first one, so that the attacker's guess is always right.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Runs on the kernel that has netem, started by test_netem.py: makes links with delay, jitter, loss and rate, and
-prints what the kernel says of them and what ping and ZeroMQ see, as JSON."""
+prints the kernel's settings and the round trips of ping and ZeroMQ, as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PINGS = 7
 
 
 def read_back(lab: LinkLab) -> dict[str, dict[int, dict[str, float]]]:
-    """By direction and class; decoded by pyroute2."""
+    """Settings by direction and class, decoded by pyroute2."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     for way, namespace, name in (("up", lab.pod, lab.pod_interface), ("down", lab.server, lab.server_interface)):
         with Netlink(namespace) as link:
@@ -94,7 +94,7 @@ def zeromq_s(lab: LinkLab, address: str) -> list[float]:
     finally:
         here.destroy(linger=0)
         there.destroy(linger=0)
-    return took[1:]  # the first one connects
+    return took[1:]  # the first includes connecting
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """A kernel that has netem, for tests: Debian's user-mode Linux, an ordinary program that boots in seconds and sees this
-machine's files, read-only. A command runs there as root, in namespaces and on interfaces that exist only there.
+machine's files, read-only. A command runs there as root, with namespaces and interfaces that exist only there.
 
 The kernel and a static busybox (for `insmod`) are downloaded once as Debian packages and unpacked, not installed.
 """
@@ -19,7 +19,7 @@ import debian
 CACHE = Path(os.environ.get("CLEAVE_TEST_CACHE", "/var/tmp/cleave-tests")) / "netem-kernel"
 MODULES = ("sch_netem", "sch_htb", "cls_bpf", "veth")
 MEMORY = "512M"
-BOOT_S = 110.0  # with the command; a busy machine takes a while
+BOOT_S = 110.0  # includes the command; a busy machine needs long
 _INIT = """#!/bin/sh
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root PYTHONDONTWRITEBYTECODE=1
 mount -t proc proc /proc
@@ -39,7 +39,7 @@ echo $? >/mnt/code
 
 
 def why_not() -> str | None:
-    """What is missing on this machine; None if nothing is."""
+    """What this machine lacks; None if nothing."""
     if os.uname().machine != "x86_64":
         return "Debian has user-mode Linux for x86_64 only"
     if (CACHE / "ready").exists():
@@ -50,8 +50,8 @@ def why_not() -> str | None:
 
 
 def run(command: list[str], here: Path) -> subprocess.CompletedProcess[str]:
-    """The command's output, both streams, and its exit code, from the other kernel."""
-    _fetch()
+    """Run the command on the other kernel: its output, both streams, and its exit code."""
+    fetch()
     busybox = CACHE / "root/bin/busybox"
     with tempfile.TemporaryDirectory(prefix="cleave-netem-") as text:
         folder = Path(text)
@@ -83,7 +83,7 @@ def run(command: list[str], here: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _boot(kernel: list[str]) -> str:
-    """What it said; it and the processes that it is made of are gone then."""
+    """Boot and return the console's output; all of the kernel's processes have ended then."""
     process = subprocess.Popen(
         kernel,
         stdin=subprocess.DEVNULL,
@@ -102,7 +102,8 @@ def _boot(kernel: list[str]) -> str:
         raise
 
 
-def _fetch() -> None:
+def fetch() -> None:
+    """Download and unpack what is not there yet."""
     with debian.apt():
         if not (CACHE / "ready").exists():
             _unpack()
@@ -113,7 +114,7 @@ def _unpack() -> None:
     packages = CACHE / "packages"
     packages.mkdir(parents=True)
     download = ["apt-get", "download", "-q", "user-mode-linux", "busybox-static"]
-    if subprocess.run(download, cwd=packages, capture_output=True).returncode:  # perhaps apt knows no packages yet
+    if subprocess.run(download, cwd=packages, capture_output=True).returncode:  # apt may have no package lists yet
         subprocess.run(["apt-get", "update", "-q"], check=True, capture_output=True)
         subprocess.run(download, cwd=packages, check=True, capture_output=True)
     for package in packages.glob("*.deb"):
@@ -123,7 +124,7 @@ def _unpack() -> None:
 
 
 def _modules() -> list[Path]:
-    """Those that are wanted and those that they need, in the order in which they load."""
+    """The wanted modules and their dependencies, in load order."""
     (folder,) = (CACHE / "root/usr/lib/uml/modules").iterdir()
     needs = {}
     for line in (folder / "modules.dep").read_text().splitlines():

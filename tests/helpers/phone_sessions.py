@@ -1,6 +1,6 @@
-"""A trace of phones with the properties of those that were published: 2,831 phones over 48 hours, sessions of a
-lognormal length (median 37 min, e-fold 1.36, as FLASH's), three per phone. Made anew from a seed, so that a test knows
-every number in it."""
+"""A trace of phones with the properties of published ones: 2,831 phones over 48 hours, sessions of lognormal length
+(median 37 min, e-fold 1.36, as FLASH's), three per phone. Generated from a seed, so that a test knows every number in
+it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Sessions:
 
 
 def sessions(seed: int = 1) -> Sessions:
-    """Each session in a third of the time of its own, so that none touches another."""
+    """Each session in its own third of the time, so that none touches another."""
     rng, part_s = np.random.default_rng(seed), SPAN_H * HOUR_S // SESSIONS
     lengths_h = np.exp(rng.normal(MEAN_LOG_H, SPREAD_LOG_H, (PHONES, SESSIONS)))
     lengths_s = np.clip(np.rint(lengths_h * HOUR_S), 1, part_s - 2).astype(np.int64)
     into_s = 1 + np.floor(rng.random((PHONES, SESSIONS)) * (part_s - 1 - lengths_s)).astype(np.int64)
     start_s = part_s * np.arange(SESSIONS) + into_s
-    start_s[0, 0], lengths_s[0, 0] = 0, 600  # the trace lasts the whole time
+    start_s[0, 0], lengths_s[0, 0] = 0, 600  # the trace covers the whole time
     start_s[-1, -1] = SPAN_H * HOUR_S - lengths_s[-1, -1]
     end_s = start_s + lengths_s
     return Sessions(np.repeat(np.arange(PHONES), SESSIONS), start_s.ravel(), end_s.ravel())

@@ -1,4 +1,4 @@
-"""What holds for every plan, recomputed here from the boxes alone, not by the planner's own arithmetic."""
+"""Properties of every plan, recomputed here from the boxes alone, not by the planner's own arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from agent.protocol.profile import Profile
 from ps.planning.plans import Plan, Shape
 
-LEAST = 32  # inner values of a chunk, of which three are held
+LEAST = 32  # inner length of a chunk, of which three are held
 
 
 def powers(low: float, high: float) -> st.SearchStrategy[float]:
@@ -26,12 +26,12 @@ def block_budget(p: Profile) -> int:
 
 
 def one_cell_bytes(shape: Shape) -> int:
-    """Memory without which a device gets nothing: half of it for the block."""
+    """Memory without which a device gets no block: half of it is for the block."""
     return 2 * 4 * min(1 + 2 * shape.inner, 2 + 2 * 3 * LEAST)
 
 
 def chunks_needed(shape: Shape, box: list[int], p: Profile) -> int:
-    """1: operands fit whole. Otherwise as few as possible. 0: the block fits in no way."""
+    """1: the operands fit whole. Otherwise the fewest chunks. 0: the block does not fit at all."""
     _, bs, _, rs, _, cs = box
     output, a_value = 4 * bs * rs * cs, 4 * bs * (rs + cs)
     if output + a_value * shape.inner <= block_budget(p):
@@ -65,7 +65,7 @@ def assert_brings_what_is_not_there(plan: Plan, shape: Shape, fleet: list[Profil
     for device, box, fresh in zip(plan.device.tolist(), plan.boxes.tolist(), plan.fresh.tolist(), strict=True):
         b, bs, r, rs, c, cs = box
         slabs = (device, "left", b, bs, r, rs), (device, "right", b, bs, c, cs)
-        if chunks_needed(shape, box, fleet[device]) > 1:  # streamed: brings all, leaves nothing
+        if chunks_needed(shape, box, fleet[device]) > 1:  # streamed: brings everything, keeps nothing
             assert fresh == [True, True]
         else:
             assert fresh == [slab not in there for slab in slabs]
@@ -76,7 +76,7 @@ Block = tuple[float, float, float, int]  # seconds of download, compute with ove
 
 
 def simulated_s(p: Profile, blocks: list[Block]) -> float:
-    """One device, chunk by chunk: each part waits for its download and for the part before it."""
+    """One device, chunk by chunk: each part waits for its download and for the previous part."""
     downloaded = computed = uploaded = 0.0
     for down_s, compute_s, up_s, chunks in blocks:
         for _ in range(chunks):

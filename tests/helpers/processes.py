@@ -1,4 +1,4 @@
-"""Programs and products that several tests with real processes use."""
+"""Programs and products that several tests with real processes share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = ("--unmeasured", "--kernel", "numpy", "--down", "1 Gbit", "--up", "1 Gbit
 
 
 class Multiplication:
-    """A product on its way through a server."""
+    """A product that a server computes."""
 
     def __init__(
         self, server: Server, shape: tuple[int, int, int, int], plan: Plan | None = None, seed: int = 0
@@ -53,14 +53,14 @@ class Multiplication:
         )
 
     def check(self, limit_s: float = LIMIT_S) -> None:
-        """Complete in time, and what NumPy says."""
+        """The product is complete in time and equals NumPy's."""
         assert self.done.wait(limit_s), f"not complete after {limit_s} s; {self._server.totals}"
         assert self._server.error is None
         np.testing.assert_allclose(self.out, self.left @ self.right, rtol=1e-4, atol=1e-3)
 
 
 def grid(rows: int, columns: int, side: int, devices: list[int]) -> Plan:
-    """Squares, dealt out to the devices in turn."""
+    """Square blocks, dealt to the devices in turn."""
     boxes = np.array([(0, 1, r, side, c, side) for r in range(0, rows, side) for c in range(0, columns, side)])
     device = np.resize(np.array(devices), len(boxes))
     return Plan(boxes=boxes, device=device, fresh=np.ones((len(boxes), 2), bool), makespan_s=0.0)
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 def agents(start: Start, server: Server, count: int, *options: str) -> list[Program]:
-    """So many, all joined, in the order of their ids."""
+    """Starts this number of agents and waits until all have joined, in the order of their ids."""
     programs = []
     for index in range(count):
         programs.append(start("agent", "--ps", server.address, "--name", f"agent-{index}", *FAST, *options))
@@ -94,7 +94,7 @@ def pod(start: Start, server: Server, devices: int, links: str = "off") -> Progr
 def line_to(
     server: Server, context: zmq.Context[zmq.Socket[bytes]], of_the_run: bool = False, receive_ahead: int = 0
 ) -> zmq.Socket[bytes]:
-    """A bare socket of a device on this machine that was let in, or of a pod of the run."""
+    """A bare socket of an admitted device on this machine, or of a pod of the run."""
     credentials: Credentials
     if of_the_run:
         where, credentials = server.data_address, Password(server.pod_pass["password"])
@@ -108,7 +108,7 @@ def line_to(
 
 
 class Stranger:
-    """A device that was let in, with which a test says what no agent would."""
+    """An admitted device that can send what no agent would."""
 
     def __init__(self, server: Server, of_the_run: bool = False) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -118,13 +118,13 @@ class Stranger:
         self.socket.send_multipart([bytes(frame) for frame in encode(message)])
 
     def join(self, credit: int = 1000, latency_s: float = 0.0) -> None:
-        """As a device, and a fast one."""
+        """Join as one fast device."""
         profile = Profile(1e12, 0.0, 1e12, 1e12, latency_s, 2**40, credit)
         self.send(Join(pack_profiles([profile]), ["stranger"], {}))
         assert isinstance(self.receive(), Welcome)
 
     def receive(self, limit_s: float = LIMIT_S) -> Message:
-        """The next message that is no heartbeat: those come in between at any time."""
+        """The next message that is not a heartbeat; heartbeats may come at any time."""
         while True:
             assert self.socket.poll(int(1000 * limit_s)), "the server does not answer"
             if not isinstance(message := decode(self.socket.recv_multipart()), Heartbeat):

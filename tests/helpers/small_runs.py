@@ -1,5 +1,5 @@
-"""`cleave run` on a model of one layer, for tests of what happens around the training: capturing and planning more
-layers takes seconds and tells such a test nothing. A tenth of each line: a step takes its time, whatever the model."""
+"""`cleave run` on a model of one layer, for tests of everything around the training: capturing and planning more layers
+takes seconds and tells such a test nothing. A tenth of each line, so that a step takes time whatever the model."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from places import HELPERS
 CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
 MODEL = ("--set", f"model.config={HELPERS / 'one_layer.json'}")
 SMALL = (*MODEL, "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=0.1")
-RUN_LIMIT_S = 200.0  # how long one may take; reached only when something is broken
+RUN_LIMIT_S = 200.0  # limit of one run; reached only when something is broken

@@ -1,9 +1,9 @@
 """A stand-in for Termux: its folders, and its commands as scripts that behave as the real ones do.
 
 PATH holds only what Termux has from the start, as links to this machine's programs, so that a script which needs more
-fails here as it would there. `pkg` and `pip` "install" by making packages of this test's Python visible; what is not
-installed cannot be imported. Outputs were taken from reports of real phones. Unlike the real one, `pkg` works for root,
-and the processor is this machine's.
+fails here as on a phone. `pkg` and `pip` "install" by making packages of this test's Python visible; others cannot be
+imported. Outputs were taken from reports of real phones. Unlike the real one, `pkg` works for root, and the processor
+is this machine's.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Termux:
         return self.root / "standin"
 
     def make(self, onnxruntime: bool = False) -> Termux:
-        """`onnxruntime`: pkg has it; it takes a second to load."""
+        """`onnxruntime`: pkg offers it; it takes a second to load."""
         for folder in (self.prefix / "bin", self.prefix / "lib/site-packages", self.home, self.standin / "repository"):
             folder.mkdir(parents=True)
         for tool in BASE_TOOLS.split():
@@ -167,7 +167,7 @@ class Termux:
         return self
 
     def repository(self, package: str, install: str | None) -> None:
-        """What `pkg install` of that package does; None: there is no such package."""
+        """Set what `pkg install` of that package does; None: there is no such package."""
         path = self.standin / "repository" / package
         if install is None:
             path.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class Termux:
         }
 
     def run(self, *words: str, before: tuple[str, ...] = (), limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """A command in a Termux session without a terminal."""
+        """Run a command in a Termux session without a terminal."""
         return subprocess.run(
             [*before, *words],
             env=self.environment,
@@ -214,17 +214,17 @@ class Termux:
         return path.read_text().splitlines() if path.exists() else []
 
     def ours(self) -> list[str]:
-        """Whatever lies in the home folder and among the commands, beyond what was there at first."""
+        """New files in the home folder and among the commands."""
         left = [str(p.relative_to(self.home)) for p in self.home.rglob("*")]
         return left + [p.name for p in (self.prefix / "bin").glob("cleave*")]
 
     def end(self) -> None:
-        """Whatever still runs in here, found by its environment, ends."""
+        """End everything that still runs in here, found by its environment."""
         for process in psutil.process_iter():
             try:
                 if process.environ().get("TERMUX_STANDIN") == str(self.standin):
                     process.kill()
-            except (psutil.Error, OSError):  # gone, or somebody else's
+            except (psutil.Error, OSError):  # gone, or another user's
                 continue
 
     def _script(self, path: Path, text: str) -> None:

@@ -1,5 +1,5 @@
-"""Runs on a kernel with control groups of version 2, started by test_throttle.py: a process in a group as an engine
-makes it, its arithmetic limited to so much. Prints what the thread that computes and the others got, as JSON."""
+"""Runs on a kernel with control groups of version 2, started by test_throttle.py: a process in a group like an
+engine's, its arithmetic limited. Prints the shares that the computing thread and the others got, as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPIN_S = 1.0
 
 
 def spent() -> float:
-    """Of a core, by this thread, which has nothing else to do."""
+    """Share of a core that this thread gets, with nothing else to do."""
     begun_s, before_s = time.monotonic(), time.thread_time()
     while time.monotonic() < begun_s + SPIN_S:
         pass

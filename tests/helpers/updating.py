@@ -1,5 +1,5 @@
-"""A server of the next version of the protocol, as far as an old agent gets to see it, with the files that it hands
-out; and a phone: the real launcher, which runs the real agent from a real bundle."""
+"""A server of the next protocol version, as far as an old agent sees it, with the files that it hands out; and a phone:
+the real launcher, which runs the real agent from a real bundle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCES = Path(agent.__file__).parent
 def make_bundle(
     folder: Path, release: int, version: int = VERSION, module: str = "protocol/wire", code: str = ""
 ) -> bytes:
-    """The agent as phones have it, speaking this version of the protocol; `code` is added at a module's end."""
+    """The agent as phones have it, with this protocol version; `code` is appended to a module."""
     copy = folder / "sources"
     shutil.copytree(SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
     wire = (copy / "protocol" / "wire.py").read_text()
@@ -51,7 +51,7 @@ def make_bundle(
 
 
 class NewerServer:
-    """Both lines: an encrypted one, as an invitation leads to, and a plain one."""
+    """Both lines: an encrypted one, to which an invitation leads, and a plain one."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -87,11 +87,11 @@ class NewerServer:
         self._last: tuple[zmq.Socket[bytes], bytes] | None = None
 
     def link(self, signer: str = KEY.signer) -> str:
-        port = int(self.address.rpartition(":")[2])  # one door for all that comes
+        port = int(self.address.rpartition(":")[2])  # one port for all clients
         return Invitation((self.address,), self.keys.public, "token", enrol_port=port, signer=signer).link
 
     def offer(self, data: bytes, release: Release | None) -> None:
-        """What is handed out from now on."""
+        """Hand this out from now on."""
         self.files = {"/agent.zip": data}
         if release is not None:
             self.files["/agent.zip.release"] = release.dump().encode()
@@ -102,19 +102,19 @@ class NewerServer:
         return release
 
     def next_join(self, limit_s: float = LIMIT_S) -> int:
-        """Wait for an agent to join: the version that it speaks."""
+        """Wait until an agent joins; returns its protocol version."""
         for _ in range(1000):
             found = self._poller.poll(int(1000 * limit_s))
-            assert found, "no agent came"
+            assert found, "no agent joined"
             socket: zmq.Socket[bytes] = found[0][0]
             identity, head, *_ = socket.recv_multipart()
-            if len(head) > 5 and head[5] in (1, 11):  # JOIN or HELLO; others beat or leave
+            if len(head) > 5 and head[5] in (1, 11):  # JOIN or HELLO; others are heartbeats or leave
                 self._last = socket, identity
                 return head[4]
-        raise AssertionError("nothing but noise")
+        raise AssertionError("no valid message came")
 
     def refuse(self, url: str | None = None, sha256: str = "") -> None:
-        """As too old, with an offer."""
+        """Refuse the agent as too old, with an offer."""
         said = Refused("you are too old; update the agent", True, self.url if url is None else url, sha256)
         frames = [bytes(frame) for frame in encode(said)]
         frames[0] = frames[0][:4] + bytes([VERSION + 1]) + frames[0][5:]
@@ -129,7 +129,7 @@ class NewerServer:
 
 
 class Phone:
-    """~/.cleave of a phone where release RUNNING is installed."""
+    """~/.cleave of a phone with release RUNNING installed."""
 
     def __init__(self, root: Path, start: Start, monkeypatch: Any) -> None:
         self.home, self.root, self._start = root / ".cleave", root, start
@@ -170,7 +170,7 @@ class Phone:
         return self._start.command("/bin/sh", self._command, "launch")
 
     def ask(self, *words: str) -> str:
-        """cleave-agent status, for example: what it says."""
+        """Output of a cleave-agent command, for example status."""
         return self._said(self._start.command("/bin/sh", self._command, *words))
 
     def agent(self, *words: str) -> str:
@@ -181,7 +181,7 @@ class Phone:
         )
 
     def end(self) -> None:
-        """After a test that failed: an agent whose launcher was killed would live on."""
+        """After a failed test: end an agent whose launcher was killed."""
         try:
             process = psutil.Process(int((self.home / "agent.pid").read_text()))
             if "agent" in process.cmdline() and process.environ().get("CLEAVE_HOME") == str(self.home):

@@ -13,7 +13,7 @@ from testbed.virtual.server import VirtualServer
 
 
 def multiply(server: VirtualServer, shapes: list[tuple[int, int, int]], seed: int = 0) -> int:
-    """The products one after another; how many FLOPs they have."""
+    """Computes the products one after another; returns their FLOPs."""
     rng, flops = np.random.default_rng(seed), 0
     for rows, inner, columns in shapes:
         done: SimpleQueue[int] = SimpleQueue()

@@ -1,8 +1,8 @@
-"""Commands of this project in processes that have PyTorch already. Importing it with a model takes 4 to 5 s of a core,
-more than all that a small run does. One process imports it, computes nothing, and becomes each command by
-forking: such a command is a process of its own all the same, with its signals, exit code and output.
+"""Commands of this project in processes that already have PyTorch. Importing it with a model takes 4 to 5 s of a core,
+more than everything else in a small run. One process imports it, computes nothing, and forks into each command: such
+a command is still a process of its own, with its signals, exit code and output.
 
-Linux only: elsewhere a process that has so many libraries cannot be forked safely.
+Linux only: elsewhere a process with this many libraries cannot be forked safely.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from places import ROOT
 
 COMMAND = "import sys; from testbed.commands.cli import main; sys.exit(main())"
 POSSIBLE = sys.platform == "linux"
-LOADED = (  # all that a small run imports; what is missing here is imported later, and costs every command its time
+LOADED = (  # everything a small run imports; what is missing here is imported later, by every command
     "pyarrow.dataset",
     "pyarrow.parquet",
     "testbed.commands.cli",
     "testbed.runs.run",
     "testbed.virtual.recovery",
+    "torch._dynamo.backends.common",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
     "transformers.models.opt.modeling_opt",
 )
+LIGHT = ("testbed.commands.cli", "testbed.runs.scenario", "typer._adapters")  # what a command needs to refuse a run
 
 
 class Forked:
-    """A command that was forked, with what `subprocess.Popen` has."""
+    """A forked command, with the interface of `subprocess.Popen`."""
 
     def __init__(self, args: list[str], line: socket.socket, out: IO[str], err: IO[str]) -> None:
         self.args = args
@@ -52,7 +54,7 @@ class Forked:
         self.pid = pid
 
     def _hear(self, limit_s: float | None) -> int | None:
-        """The next number from the process that forks; None if it does not come in time."""
+        """The next number from the forking process; None if it does not come in time."""
         deadline_s = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._heard:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -90,13 +92,13 @@ class Forked:
 
 
 class Warm:
-    """The process that forks, as those see it who want commands."""
+    """The forking process, seen by its users."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: tuple[str, ...] = LOADED) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd=ROOT,
@@ -121,7 +123,7 @@ class Warm:
 
 
 class _Forking:
-    """The process that forks, from inside."""
+    """The forking process, from inside."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -130,7 +132,7 @@ class _Forking:
         self._running: dict[int, socket.socket] = {}
 
     def serve(self) -> list[Any]:
-        """Returns in each process that becomes a command, with what it is asked to do; here it never does."""
+        """Returns in each process that becomes a command, with its order; in the forking process it never returns."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a terminal is for the tests and their commands
@@ -138,7 +140,7 @@ class _Forking:
             ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
             if self._woken in ready:
                 os.read(self._woken, 4096)
-                self._tell_who_has_ended()
+                self._report_ended()
             if self._control.fileno() in ready:
                 asked, files, _, _ = socket.recv_fds(self._control, 1, 3)
                 if not asked:
@@ -152,7 +154,7 @@ class _Forking:
                 self._running[pid] = socket.socket(fileno=line)
                 self._tell(self._running[pid], pid)
 
-    def _tell_who_has_ended(self) -> None:
+    def _report_ended(self) -> None:
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -161,7 +163,7 @@ class _Forking:
                 self._tell(line, os.waitstatus_to_exitcode(status))
 
     def _tell(self, line: socket.socket, number: int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody wants to know
+        with contextlib.suppress(BrokenPipeError):  # no listener is left
             line.sendall(b"%d\n" % number)
 
     def _become(self, out: int, err: int, line: socket.socket) -> list[Any]:
@@ -183,9 +185,9 @@ class _Forking:
         return told
 
 
-def _load(control: socket.socket) -> _Forking:
+def _load(control: socket.socket, modules: list[str]) -> _Forking:
     sys.path[0] = ""  # as with python -c
-    for name in LOADED:
+    for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that memory stays shared
@@ -193,7 +195,7 @@ def _load(control: socket.socket) -> _Forking:
 
 
 if __name__ == "__main__":
-    _code, _arguments, _environment, _cwd = _load(socket.socket(fileno=int(sys.argv[1]))).serve()
+    _code, _arguments, _environment, _cwd = _load(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]).serve()
     os.environ.clear()
     os.environ.update(_environment)
     os.chdir(_cwd)

@@ -1,4 +1,4 @@
-"""What the README tells people to type must work: every command in it is parsed by the program it is for."""
+"""Commands in the README and the docs must work: each is parsed by the program it belongs to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if c.startswith("make ")])
-def test_a_make_command_of_the_readme_is_one(command: str) -> None:
+def test_a_make_command_of_the_readme_exists(command: str) -> None:
     done = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
 
@@ -41,7 +41,7 @@ def test_a_scenario_of_the_readme_loads(command: str) -> None:
     words = shlex.split(command)
     name = words[words.index("run") + 1]
     if name == "my-scenario.toml":
-        name = str(ROOT / "testbed" / "scenarios" / "quickstart.toml")  # a reader's own
+        name = str(ROOT / "testbed" / "scenarios" / "quickstart.toml")  # the reader's own file
     load_scenario(name, parse_assignments([words[i + 1] for i, word in enumerate(words) if word == "--set"]))
 
 
@@ -51,7 +51,7 @@ def test_an_agent_command_of_the_readme_is_understood(command: str) -> None:
     lend_parser().parse_args(words[words.index("agent") + 1 :])
 
 
-def test_every_command_of_the_readme_is_looked_at() -> None:
+def test_every_command_of_the_readme_is_checked() -> None:
     assert len(commands()) >= 6
     assert all(
         re.match(r"make |\.venv/bin/cleave (run|plan|doctor|invite|devices)\b|python -m agent ", c) for c in commands()
@@ -59,7 +59,7 @@ def test_every_command_of_the_readme_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "cleave plan" in c])
-def test_a_plan_of_the_readme_names_what_there_is(command: str) -> None:
+def test_a_plan_command_of_the_readme_names_existing_things(command: str) -> None:
     words = shlex.split(command)
     check_name(words[words.index("--model") + 1])
     fleet_profiles(words[words.index("--fleet") + 1], 4, seed=0)
@@ -69,7 +69,7 @@ DOCS = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROO
 
 
 @pytest.mark.parametrize("page", DOCS)
-def test_a_file_that_a_page_names_is_there(page: str) -> None:
+def test_a_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     folders = "agent|android|cleave|emulator|examples|netem_profiles|ps|testbed|tests"
     named = re.findall(rf"(?<![\w./~])(?:{folders})/[a-z0-9_/]+\.(?:py|toml|sh)\b", text)
@@ -77,7 +77,7 @@ def test_a_file_that_a_page_names_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", DOCS)
-def test_a_link_to_a_file_leads_somewhere(page: str) -> None:
+def test_a_link_to_a_file_has_a_target(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
@@ -100,7 +100,7 @@ def test_a_command_of_a_page_is_understood(command: str) -> None:
     commands.commands[name].make_context(name, arguments)  # parses, and does not run
 
 
-def test_the_rules_that_the_page_for_owners_sets_can_be_set(tmp_path: Path) -> None:
+def test_the_rules_on_the_page_for_owners_can_be_set(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "owner.md").read_text(encoding="utf-8")
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^python -m agent .*$", page, re.MULTILINE)]
     assert len(commands) >= 6
@@ -124,7 +124,7 @@ def test_a_command_about_phones_is_understood(command: str) -> None:
     if program == "make":
         done = subprocess.run(["make", *words, "-n"], cwd=ROOT, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
-    elif program == "cleave-agent":  # what the phone has is the script itself
+    elif program == "cleave-agent":  # on the phone this is the script itself
         script = (ROOT / "android" / "bootstrap.sh").read_text(encoding="utf-8")
         assert re.search(rf"^        (?:\w+ \| )*{words[0]}(?: \| \w+)*\) ", script, flags=re.MULTILINE), command
     else:
@@ -135,7 +135,7 @@ def test_a_command_about_phones_is_understood(command: str) -> None:
         group.make_context(name, words)  # parses, and does not run
 
 
-def test_every_message_that_the_page_about_phones_shows_is_one_of_the_script() -> None:
+def test_every_message_on_the_page_about_phones_is_in_the_script() -> None:
     script = (ROOT / "android" / "bootstrap.sh").read_text(encoding="utf-8")
     shown = re.findall(r"^cleave: (.{12})", PHONES, flags=re.MULTILINE)
     assert len(shown) >= 10

@@ -1,4 +1,4 @@
-"""The programs in examples/ do what they say: they are run as a stranger would run them."""
+"""The programs in examples/ work as described: they are run as a user would run them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_two_agents_train_a_module_with_the_losses_of_plain_pytorch(start: Start
     assert len(losses) == 10
 
 
-def test_the_facade_has_names_and_no_logic() -> None:
+def test_the_facade_has_only_names_and_no_logic() -> None:
     source = (ROOT / "cleave" / "__init__.py").read_text(encoding="utf-8")
     assert sorted(cleave.__all__) == sorted(re.findall(r"^from \S+ import (\w+)$", source, re.MULTILINE))
     assert "def " not in source

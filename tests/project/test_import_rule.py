@@ -1,7 +1,7 @@
 """The import rule, which is the architecture: agent <- ps, agent <- emulator, agent <- android, all <- testbed, and
 inside a package only the arrows between rooms that the table below allows.
 
-A phone installs `agent` with numpy and pyzmq alone, and the server cannot tell a phone from an emulated device; both
+A phone installs `agent` with only numpy and pyzmq, and the server cannot tell a phone from an emulated device; both
 stay true only while no import points the other way.
 """
 
@@ -99,7 +99,7 @@ def test_every_room_of_the_server_and_the_device_is_in_the_table() -> None:
     assert rooms == {room for room in ARROWS if room.startswith(("agent.", "ps."))}
 
 
-def test_no_folder_has_more_files_than_fit_in_the_head() -> None:
+def test_no_folder_has_too_many_files() -> None:
     folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     crowded = {str(f.relative_to(ROOT)): n for f in folders if (n := len(list(f.glob("*.py")))) > 16}
     assert not crowded
@@ -111,7 +111,7 @@ ROOMS_OF_THE_SERVER = sorted(room for room in ARROWS if room.startswith("ps."))
 @pytest.mark.parametrize("room", ROOMS_OF_THE_SERVER)
 @pytest.mark.parametrize("other", ROOMS_OF_THE_SERVER)
 def test_a_planted_arrow_between_rooms_of_the_server_is_noticed(room: str, other: str) -> None:
-    """In each direction; allowed are those of the table, and a room may import itself."""
+    """In each direction; the table's arrows are allowed, and a room may import itself."""
     name = other.partition(".")[2]
     allowed = room == other or name in ARROWS[room]
     for source in (f"from {other}.x import y", f"import {other}.x", f"from ps import {name}", f"from {other} import x"):

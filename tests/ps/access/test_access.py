@@ -42,7 +42,7 @@ KEYS = [Keys.new().public for _ in range(5)]
 
 # ---- the book
 
-# what may happen: an invitation is made, somebody asks to join, an invitation or a device is revoked, time passes
+# what may happen: an invitation is made, a device asks to join, an invitation or a device is revoked, time passes
 STORIES = st.lists(
     st.one_of(
         st.tuples(st.just("invite"), st.integers(1, 3), st.integers(1, 20)),
@@ -56,11 +56,11 @@ STORIES = st.lists(
 
 
 @given(STORIES)
-def test_nobody_is_in_who_was_not_invited_in_time_and_nobody_revoked_comes_back(
+def test_only_devices_invited_in_time_are_enrolled_and_revoked_ones_never_return(
     story: list[tuple[str, int, int]],
 ) -> None:
     book, now_s = AccessList(), 1000.0
-    left: dict[int, int] = {}  # what the story says of each invitation: how many it may still bring
+    left: dict[int, int] = {}  # by invitation: how many devices it may still enrol, according to the story
     ends: dict[int, float] = {}
     inside: set[int] = set()
     revoked: set[int] = set()
@@ -98,19 +98,19 @@ def test_every_refusal_says_why() -> None:
     assert admit(book, KEYS[0], "good", "x", 60.0)[1] == OF_NO_USE["expired"]
     joined, _ = admit(book, KEYS[0], "good", "x", 1.0)
     assert admit(joined, KEYS[1], "good", "x", 2.0)[1] == OF_NO_USE["used"]
-    assert isinstance(admit(joined, KEYS[0], "", "x", 1e9)[1], Enrolled)  # its key is enough, for ever
+    assert isinstance(admit(joined, KEYS[0], "", "x", 1e9)[1], Enrolled)  # its key is enough, with no time limit
     assert admit(revoke_device(joined, "x", 3.0)[0], KEYS[0], "good", "x", 4.0)[1] == REVOKED
     assert admit(revoke_invitation(book, "a", 3.0)[0], KEYS[0], "good", "x", 4.0)[1] == OF_NO_USE["revoked"]
     assert all(isinstance(r, Refusal) and r.reason for r in (NO_INVITATION, WRONG_TOKEN, REVOKED, *OF_NO_USE.values()))
 
 
-def test_a_device_is_revoked_by_what_means_one_device() -> None:
+def test_a_device_is_revoked_only_by_an_unambiguous_name() -> None:
     two = AccessList(enrolled=tuple(Enrolled(key, "phone", "", 0.0, 0.0) for key in KEYS[:2]))
     with pytest.raises(UserError, match=fingerprint(KEYS[1])):
         revoke_device(two, "phone", 1.0)
     one, gone = revoke_device(two, fingerprint(KEYS[0]), 1.0)
     assert gone.key == KEYS[0]
-    assert revoke_device(one, "phone", 2.0)[1].key == KEYS[1]  # the only one of that name that is still in
+    assert revoke_device(one, "phone", 2.0)[1].key == KEYS[1]  # the only device of that name that is still enrolled
     with pytest.raises(UserError, match="no device"):
         revoke_device(two, "tablet", 1.0)
 
@@ -128,7 +128,7 @@ def test_a_budget_gives_no_more_than_it_has(asked: list[tuple[float, float]]) ->
 # ---- the file
 
 
-def test_the_file_holds_no_token_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_the_file_holds_no_token_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
     access = AccessFile(tmp_path / "state")
     link = parse_link(new_invitation(access, 1, 60.0, ["192.0.2.7:5555"]).link)
     text = access.path.read_text()
@@ -192,7 +192,7 @@ def test_a_link_says_what_the_invitation_said(link: Link) -> None:
 
 @given(LINKS, st.data())
 def test_a_damaged_link_is_refused_with_a_reason_or_means_something(link: Link, data: st.DataObject) -> None:
-    """And the reason does not have the token in it; a real one has 22 characters."""
+    """The reason never contains the token; a real one has 22 characters."""
     text = link.link
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
@@ -220,7 +220,7 @@ def test_a_wrong_link_says_what_is_wrong(link: str, words: str) -> None:
         parse_link(link)
 
 
-def test_the_command_survives_a_shell_and_the_code_is_there() -> None:
+def test_the_command_survives_a_shell_and_the_code_is_printed() -> None:
     link = Link(("192.0.2.7:5555",), KEYS[0], "token", 1.0).link
     invited = Invited("id", link, 1, 1.0)
     assert f"'{link}'" in invited.command

@@ -1,5 +1,5 @@
-"""Promises of ps.access.guard: what is said of a connection meets that one and no other, and those that may come are
-not cut for others."""
+"""Promises of ps.access.guard: an order about a connection reaches that connection and no other; connections that are
+expected are not cut in favour of others."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def guarding() -> Iterator[tuple[Guard, tuple[str, int]]]:
 
 
 def number_of(line: socket.socket, until: Until) -> int:
-    """Of the same connection at the server, which is this process, too. Looks without opening a descriptor, which would
-    take the number that the next connection is to get."""
+    """The descriptor of the same connection at the server, which is this process too. Looks without opening a
+    descriptor, which would take the number meant for the next connection."""
 
     def found() -> list[int]:
         return [number for number in range(3, 4096) if other_end(number) == line.getsockname()]
 
-    until(lambda: bool(found()), "it is accepted")
+    until(lambda: bool(found()), "the connection is accepted")
     return found()[0]
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["the guard knows", "the guard has not heard yet"])
-def test_what_is_said_of_a_connection_does_not_meet_the_next_one_with_its_number(
+@pytest.mark.parametrize("heard", [True, False], ids=["the guard knows", "the guard does not know yet"])
+def test_an_order_about_a_connection_does_not_reach_the_next_one_with_its_number(
     nothing_left_behind: None, until: Until, heard: bool
 ) -> None:
     with guarding() as (guard, where):
@@ -56,44 +56,44 @@ def test_what_is_said_of_a_connection_does_not_meet_the_next_one_with_its_number
         old.close()
         until(lambda: other_end(number) is None, "the number is free")
         with socket.socket() as new, contextlib.ExitStack() as taken:
-            while (lower := os.open(os.devnull, os.O_RDONLY)) < number:  # else the next connection may get one of these
+            while (lower := os.open(os.devnull, os.O_RDONLY)) < number:  # or the next connection could get one of these
                 taken.callback(os.close, lower)
             os.close(lower)
             new.connect(where)
-            assert number_of(new, until) == number, "the kernel gives it again"
+            assert number_of(new, until) == number, "the kernel reuses the number"
             if heard:
-                until(lambda: guard.attend() or number in guard._unjoined, "the new one is known")
+                until(lambda: guard.attend() or number in guard._unjoined, "the guard knows the new connection")
             assert guard.joined(number, b"new") == new.getsockname()
             guard.left(number, old_end, b"old")
             guard.cut(number, old_end)
             guard.left(NO_CONNECTION, None, b"never")
-            until(lambda: guard.attend() or guard._peer.get(number) == new.getsockname(), "all is heard")
-            assert not guard.busy, "the new one is joined, and nobody is to be cut"
+            until(lambda: guard.attend() or guard._peer.get(number) == new.getsockname(), "the guard is up to date")
+            assert not guard.busy, "the new connection is joined, and none is to be cut"
             guard.left(number, new.getsockname(), b"new")
             assert guard.busy
 
 
-def test_a_fleet_that_is_enrolled_may_connect_all_at_once(nothing_left_behind: None, until: Until) -> None:
-    """Its devices say who they are after they have connected; none has to go for another one."""
+def test_an_enrolled_fleet_may_connect_all_at_once(nothing_left_behind: None, until: Until) -> None:
+    """Its devices identify themselves after they have connected; none is cut in favour of another."""
     count = UNJOINED.most + 50
     with guarding() as (guard, where), contextlib.ExitStack() as fleet:
         guard.enrolled = count
         for _ in range(count):
             fleet.enter_context(socket.create_connection(where))
-        until(lambda: guard.attend() or len(guard._peer) == count, "all are accepted")
+        until(lambda: guard.attend() or len(guard._peer) == count, "all connections are accepted")
         assert len(guard._unjoined) == count
         guard.enrolled = 0
         fleet.enter_context(socket.create_connection(where))
-        until(guard.attend, "one more is known, and none of them is expected")
+        until(guard.attend, "the guard knows one more, and expects none of them")
         assert len(guard._unjoined) <= count
 
 
-def test_a_connection_is_not_cut_while_the_server_has_not_read_what_came(
+def test_a_connection_is_not_cut_before_the_server_has_read_what_it_sent(
     nothing_left_behind: None, until: Until
 ) -> None:
     with guarding() as (guard, where), socket.create_connection(where):
-        until(lambda: guard.attend() or guard.busy, "it is accepted")
+        until(lambda: guard.attend() or guard.busy, "the connection is accepted")
         now_s = time.monotonic() + UNJOINED.seconds + 1
-        assert not guard.look(now_s), "its JOIN may lie there"
+        assert not guard.look(now_s), "its JOIN may be unread"
         guard.all_read_s = now_s
         assert guard.look(now_s)

@@ -1,8 +1,8 @@
 """Promises of ps.graph.capture and ps.graph.executor: a training step whose products are computed elsewhere, in any
 order, is the training step of plain PyTorch.
 
-The fleet is a stand-in without sockets: it computes a product at once, or holds all of them back until the executor has
-nothing left to do but wait, and then returns the one that the test's order picks.
+The fleet is a stand-in without sockets: it computes a product at once, or holds all products back until the executor
+can only wait, and then returns the one that the test's order picks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ps.transport.server import Server, ServerError
 
 # ---- a fleet without sockets
 
-Order = Callable[[int], int]  # how many are under way -> which of them, in the order of submission, is done next
+Order = Callable[[int], int]  # number of products under way -> which of them, in the order of submission, finishes next
 
 ORDERS: dict[str, Order | None] = {
     "at once": None,
@@ -47,10 +47,10 @@ class Fleet:
     """An engine that computes here."""
 
     def __init__(self, order: Order | None) -> None:
-        self.groups: list[list[Product]] = []  # what was submitted together
-        self.aheads: list[tuple[Level, ...]] = []  # and what was said to be to come
+        self.groups: list[list[Product]] = []  # products that were submitted together
+        self.aheads: list[tuple[Level, ...]] = []  # the levels announced with each group
         self.under_way: list[Product] = []
-        self.moments: list[list[Product]] = []  # what was under way whenever the executor began to wait
+        self.moments: list[list[Product]] = []  # products under way each time the executor began to wait
         self.forgotten: list[list[Operand]] = []
         self._order = order
 
@@ -69,7 +69,7 @@ class Fleet:
                 self.under_way.append(product)
 
     def forget(self, operands: Sequence[Operand]) -> None:
-        assert not self.under_way, "an operand changes while a product of it is under way"
+        assert not self.under_way, "an operand changes while a product that uses it is under way"
         self.forgotten.append(list(operands))
 
     def collect(self, done: SimpleQueue[int]) -> list[int]:
@@ -78,7 +78,7 @@ class Fleet:
             product = self.under_way.pop(self._order(len(self.under_way)))
             compute(product)
             product.done()
-        assert not done.empty(), "it waits, and nothing is under way"
+        assert not done.empty(), "the executor waits, and nothing is under way"
         return [done.get()]
 
 
@@ -91,12 +91,12 @@ def compute(product: Product) -> None:
 
 
 class Walker(Executor):
-    """The executor, and the fleet that it walks through."""
+    """The executor, and the fleet that computes its products."""
 
     def __init__(self, fleet: Fleet, early: bool = False) -> None:
         super().__init__(fleet, early)
         self.fleet = fleet
-        self.graphs: list[list[list[Product]]] = []  # what each graph submitted, group by group
+        self.graphs: list[list[list[Product]]] = []  # products that each graph submitted, group by group
 
     def run(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
         before = len(self.fleet.groups)
@@ -107,7 +107,7 @@ class Walker(Executor):
 
 # ---- training steps of small models
 
-# Every size is another number, so that a product tells by its shape what it is: 14 tokens, 16 hidden, 29 words ...
+# Every size is different, so that its shape identifies a product: 14 tokens, 16 hidden, 29 words ...
 TOKENS = torch.randint(0, 29, (2, 7), generator=torch.Generator().manual_seed(0))
 FAMILIES: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(
@@ -131,12 +131,12 @@ LINEAR_LAYERS = {"opt": 2 * 6 + 1, "llama": 2 * 7 + 1, "bloom": 4 + 1}
 class Step:
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
-    generator: torch.Tensor  # where the random numbers stand afterwards
+    generator: torch.Tensor  # state of the random generator afterwards
 
 
 @dataclass
 class Family:
-    """A model, and the same model distributed. Captured once: whoever is `walker` runs the captured graphs."""
+    """A model, and the same model distributed. Captured once; `walker` runs the captured graphs and can be replaced."""
 
     name: str
     model: torch.nn.Module
@@ -165,7 +165,7 @@ class Family:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Products this small only get slower when several threads share them."""
+    """Products this small only get slower when threads share them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -193,7 +193,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(family: Family, order: 
 
 
 @pytest.mark.slow
-def test_the_order_in_which_products_are_done_changes_not_a_bit(family: Family) -> None:
+def test_the_order_in_which_products_finish_changes_no_bit(family: Family) -> None:
     first, _ = family.distributed(ORDERS["at once"])
     for order in ("reversed", "random"):
         other, _ = family.distributed(ORDERS[order])
@@ -216,7 +216,7 @@ def test_q_k_and_v_are_under_way_together(family: Family) -> None:
     _, walker = family.distributed(ORDERS["first come first served"])
 
     def together(moment: list[Product]) -> int:
-        """The most products of the forward pass that share their left factor: q, k and v of one layer."""
+        """The most products of the forward pass that share their left operand: q, k and v of one layer."""
         lefts = [p.left.array.__array_interface__["data"][0] for p in moment if p.name.startswith("forward/")]
         return max((lefts.count(left) for left in lefts), default=0)
 
@@ -224,10 +224,10 @@ def test_q_k_and_v_are_under_way_together(family: Family) -> None:
     assert max(map(together, walker.fleet.moments)) == (1 if fused else 3)
 
 
-@pytest.mark.parametrize("family", ["opt"], indirect=True)  # there all three have the same shape: 16 from 16
+@pytest.mark.parametrize("family", ["opt"], indirect=True)  # q, k and v have the same shape there: 16 from 16
 @pytest.mark.parametrize("order", ["first come first served", "reversed", "random"])
-def test_what_fewer_products_wait_for_does_not_take_devices_from_the_others(family: Family, order: str) -> None:
-    """The gradient of v is known two products sooner than those of q and k, and nobody needs it sooner."""
+def test_a_gradient_that_is_ready_early_waits_for_its_siblings(family: Family, order: str) -> None:
+    """The gradient of v is ready two products sooner than those of q and k, but is not needed sooner."""
     _, walker = family.distributed(ORDERS[order])
     of_inputs = Shape(1, TOKENS.numel(), 16, 16)
     backward = [group for group in walker.fleet.groups if group[0].name.startswith("backward/")]
@@ -236,13 +236,13 @@ def test_what_fewer_products_wait_for_does_not_take_devices_from_the_others(fami
 
 
 def test_a_model_is_one_graph_each_way(family: Family) -> None:
-    """A break would end all products of the backward pass there, also weight gradients that could have waited."""
+    """A break would end all products of the backward pass there, even deferred weight gradients."""
     _, walker = family.distributed()
     assert [groups[0][0].name.split("/")[0] for groups in walker.graphs] == ["forward", "backward"]
 
 
 @pytest.mark.slow
-def test_a_model_that_drops_layers_is_trained_all_the_same() -> None:
+def test_a_model_that_drops_layers_trains_like_plain_pytorch() -> None:
     config = FAMILIES["opt"]()
     config.use_cache, config.layerdrop, config.num_hidden_layers = False, 0.5, 4
     torch.manual_seed(0)
@@ -261,27 +261,27 @@ def test_a_model_that_drops_layers_is_trained_all_the_same() -> None:
     torch._dynamo.reset()
 
 
-def test_weight_gradients_are_not_urgent_and_hold_nobody_up(family: Family) -> None:
-    """Nobody needs them before the optimizer. A fleet that does them last of all is no difficulty."""
+def test_weight_gradients_are_deferred_and_delay_no_other_product(family: Family) -> None:
+    """No product needs them before the optimizer runs, so a fleet may compute them last."""
     family.walker = Walker(Fleet(lambda count: 0))
 
-    def urgent_first(count: int) -> int:
+    def critical_first(count: int) -> int:
         under_way = family.walker.fleet.under_way
         return next((i for i, p in enumerate(under_way) if p.critical), 0)
 
-    _, walker = family.distributed(urgent_first)
+    _, walker = family.distributed(critical_first)
     weights = [p for p in walker.fleet.submitted if p.shape.inner == TOKENS.numel() and p.shape.batch == 1]
     assert len(weights) == LINEAR_LAYERS[family.name]
     assert not any(p.critical for p in weights)
     assert all(p.name.startswith("backward/") for p in weights)
     for groups in walker.graphs:
-        urgencies = [[p.critical for p in group] for group in groups]
-        assert all(all(group) for group in urgencies[:-1]), "they go out when nothing critical is left, and together"
-    waited_with_urgent = [m for m in walker.fleet.moments if any(p.critical for p in m)]
-    assert all(p.critical for moment in waited_with_urgent for p in moment)
+        kinds = [[p.critical for p in group] for group in groups]
+        assert all(all(group) for group in kinds[:-1]), "deferred products go out together, after all critical ones"
+    waited_with_critical = [m for m in walker.fleet.moments if any(p.critical for p in m)]
+    assert all(p.critical for moment in waited_with_critical for p in moment)
 
 
-def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_come(family: Family) -> None:
+def test_early_weight_gradients_go_out_at_once_and_the_levels_ahead_are_announced(family: Family) -> None:
     plain, (step, walker) = family.plain(), family.distributed(lambda count: 0, early=True)
     torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=1e-6)
     aheads = iter(walker.fleet.aheads)
@@ -292,7 +292,7 @@ def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_c
             critical = [p for p in group if p.critical]
             if not told:
                 continue
-            assert critical, "beside something that somebody waits for"
+            assert critical, "early products go out only beside a critical one"
             early += len(group) - len(critical)
             later = [p for group in groups[number + 1 :] for p in group]
             assert Counter(r.shape for level in told for r in level.critical) == shapes(p for p in later if p.critical)
@@ -302,7 +302,7 @@ def test_weight_gradients_go_out_at_once_if_they_may_and_it_is_said_what_is_to_c
     assert early >= LINEAR_LAYERS[family.name] // 2
 
 
-def test_weight_gradients_wait_if_all_of_them_would_weigh_too_much_or_weights_are_kept(
+def test_weight_gradients_wait_if_they_need_too_much_memory_or_weights_are_kept(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = family.distributed(early=True)[1].fleet
@@ -318,24 +318,24 @@ def test_weight_gradients_wait_if_all_of_them_would_weigh_too_much_or_weights_ar
     assert not any(walker.fleet.aheads)
 
 
-def test_weight_gradients_that_weigh_too_much_go_out_earlier_and_hold_nobody_up(
+def test_weight_gradients_that_need_too_much_memory_go_out_earlier_and_delay_no_other_product(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for the end of the step takes memory here."""
+    """Products that wait for the end of the step occupy the server's memory."""
     monkeypatch.setattr("ps.graph.executor.SHELF_BYTES", 0)
     family.walker = Walker(Fleet(lambda count: 0))
 
-    def urgent_first(count: int) -> int:
+    def critical_first(count: int) -> int:
         under_way = family.walker.fleet.under_way
         return next((i for i, p in enumerate(under_way) if p.critical), 0)
 
-    plain, (step, walker) = family.plain(), family.distributed(urgent_first)
-    waited_with_urgent = [m for m in walker.fleet.moments if any(p.critical for p in m)]
-    assert max(sum(not p.critical for p in moment) for moment in waited_with_urgent) >= 4
+    plain, (step, walker) = family.plain(), family.distributed(critical_first)
+    waited_with_critical = [m for m in walker.fleet.moments if any(p.critical for p in m)]
+    assert max(sum(not p.critical for p in moment) for moment in waited_with_critical) >= 4
     torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=1e-6)
 
 
-def test_what_leads_to_another_product_is_urgent(family: Family) -> None:
+def test_a_product_that_leads_to_another_is_critical(family: Family) -> None:
     _, walker = family.distributed()
     assert all(p.critical for p in walker.fleet.submitted if p.name.startswith("forward/"))
     assert any(p.critical for p in walker.fleet.submitted if p.name.startswith("backward/"))
@@ -362,7 +362,7 @@ def test_a_rehearsal_counts_the_flops_and_sends_nothing_out(family: Family) -> N
 
 
 def run(function: Callable[..., Any], *inputs: torch.Tensor, order: Order | None = lambda count: 0) -> Any:
-    """What the executor makes of a function's graph."""
+    """Result of the executor for a function's graph."""
     return Walker(Fleet(order)).run(captured(function, *inputs), list(inputs))
 
 
@@ -379,7 +379,7 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize("alpha", [1, 0.5])
 @pytest.mark.parametrize("beta", [1, -2, 0])
-def test_what_is_added_to_a_product_is_added_with_its_factors(alpha: float, beta: float) -> None:
+def test_a_bias_is_added_with_its_factors(alpha: float, beta: float) -> None:
     def flat(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Any:
         return aten.addmm(bias, left, right, alpha=alpha, beta=beta)
 
@@ -394,7 +394,7 @@ def test_what_is_added_to_a_product_is_added_with_its_factors(alpha: float, beta
         torch.testing.assert_close(run(function, *inputs), function(*inputs))
 
 
-def test_with_the_factor_zero_what_would_be_added_is_not_even_read() -> None:
+def test_a_bias_with_factor_zero_is_not_read() -> None:
     bias = torch.full((4,), float("nan"))
     product = run(lambda b, x, y: aten.addmm(b, x, y, beta=0), bias, numbers(3, 5), numbers(5, 4))
     assert not product.isnan().any()
@@ -412,12 +412,12 @@ def test_with_the_factor_zero_what_would_be_added_is_not_even_read() -> None:
     ],
     ids=["plain", "transposed", "strided", "one row repeated", "one column repeated", "one product repeated"],
 )
-def test_factors_are_multiplied_however_they_lie_in_memory(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_operands_are_multiplied_in_any_memory_layout(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
     left, right = lay(numbers(3, 4, 5)), lay(numbers(3, 5, 6))
     torch.testing.assert_close(run(torch.bmm, left, right), torch.bmm(left, right))
 
 
-def test_a_value_is_not_overwritten_while_a_product_of_it_is_under_way() -> None:
+def test_a_value_is_not_overwritten_while_a_product_that_uses_it_is_under_way() -> None:
     def function(left: torch.Tensor, right: torch.Tensor) -> Any:
         product = left @ right
         left.add_(1000)
@@ -450,7 +450,7 @@ def test_random_numbers_are_drawn_in_the_order_of_the_program(draw: Callable[[to
         torch.testing.assert_close(one, two)
 
 
-def test_independent_products_are_all_under_way_before_the_first_is_waited_for() -> None:
+def test_independent_products_are_all_under_way_before_the_executor_waits_for_the_first() -> None:
     walker = Walker(Fleet(lambda count: 0))
 
     def function(x: torch.Tensor) -> Any:
@@ -460,7 +460,7 @@ def test_independent_products_are_all_under_way_before_the_first_is_waited_for()
     assert [len(moment) for moment in walker.fleet.moments] == list(range(10, 0, -1))
 
 
-def test_an_empty_product_stays_here() -> None:
+def test_an_empty_product_is_not_sent_out() -> None:
     walker, inputs = Walker(Fleet(None)), [torch.ones(0, 5), torch.ones(5, 4)]
     result: Any = walker.run(captured(torch.mm, *inputs), inputs)
     assert result.shape == (0, 4)
@@ -471,7 +471,7 @@ def test_a_product_over_an_inner_length_of_zero_is_zero() -> None:
     assert torch.equal(run(torch.mm, torch.ones(3, 0), torch.ones(0, 4)), torch.zeros(3, 4))
 
 
-# ---- what cannot be done is said
+# ---- errors
 
 
 class HiddenAttention(torch.nn.Module):
@@ -479,19 +479,19 @@ class HiddenAttention(torch.nn.Module):
         return functional.scaled_dot_product_attention(x, x, x).sum()
 
 
-def test_attention_that_hides_its_products_is_refused_with_what_to_do() -> None:
+def test_attention_that_hides_its_products_is_refused_with_advice() -> None:
     forward = distribute(HiddenAttention(), Walker(Fleet(None)).run)
     with pytest.raises(CaptureError, match=r'scaled_dot_product.*attn_implementation="eager"'):
         forward(numbers(2, 2, 7, 8).requires_grad_())
 
 
-def test_a_product_of_other_numbers_than_float32_is_refused() -> None:
+def test_a_product_of_another_type_than_float32_is_refused() -> None:
     with pytest.raises(TypeError, match=r"mm: products of torch\.float64 on cpu cannot be sent out"):
         run(torch.mm, numbers(3, 5).double(), numbers(5, 4).double())
 
 
 def test_a_server_that_has_stopped_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its products are reported as done, with nothing in them."""
+    """Its products are reported as done, without a result."""
     server = Server()
     try:
 
@@ -510,7 +510,7 @@ def test_a_server_that_has_stopped_ends_the_step(monkeypatch: pytest.MonkeyPatch
 
 
 def test_q_k_and_v_of_a_layer_are_submitted_together(family: Family) -> None:
-    """Planned together, they share the fleet."""
+    """Products planned together share the fleet."""
     _, walker = family.distributed(ORDERS["first come first served"])
     forward = [group for group in walker.fleet.groups if group[0].name.startswith("forward/")]
 
@@ -518,7 +518,7 @@ def test_q_k_and_v_of_a_layer_are_submitted_together(family: Family) -> None:
         return len(group) == 3 and len({p.left.array.__array_interface__["data"][0] for p in group}) == 1
 
     fused = family.name == "bloom"  # q, k and v are one product there
-    assert sum(map(share_their_left, forward)) == (0 if fused else 2)  # one a layer
+    assert sum(map(share_their_left, forward)) == (0 if fused else 2)  # one per layer
 
 
 def test_independent_products_are_one_group() -> None:
@@ -527,8 +527,8 @@ def test_independent_products_are_one_group() -> None:
     assert [len(group) for group in walker.fleet.groups] == [10]
 
 
-def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fleet works while the server does; what is quick here does not hold a group up."""
+def test_products_go_out_before_slow_local_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet computes while the server does; quick local operations do not delay a group."""
     monkeypatch.setattr("ps.graph.capture.HEAVY_VALUES", 1000)
     events: list[str] = []
     evaluate = ps.graph.executor._evaluate
@@ -551,13 +551,13 @@ def test_products_go_out_before_what_takes_long_here(monkeypatch: pytest.MonkeyP
     assert [e for e in events if e in ("cos", "2 products", "sin")] == ["cos", "2 products", "sin"]
 
 
-def test_while_the_server_computes_and_the_fleet_has_nothing_else_it_gets_what_nobody_waits_for(
+def test_an_idle_fleet_gets_deferred_products_while_the_server_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ps.graph.capture.HEAVY_VALUES", 1000)
 
     def function(x: torch.Tensor) -> Any:
-        return x.cos() @ x, x.repeat(10, 10).sin()[:4, :4] @ x @ x  # nobody waits for the first product
+        return x.cos() @ x, x.repeat(10, 10).sin()[:4, :4] @ x @ x  # the first product is deferred
 
     x = numbers(4, 4)
     walker = Walker(Fleet(lambda count: 0))
@@ -585,7 +585,7 @@ def operands(products: list[Product]) -> list[Operand]:
     return [operand for product in products for operand in (product.left, product.right)]
 
 
-def test_a_weight_is_the_same_operand_until_it_changes_and_activations_never_are(family: Family) -> None:
+def test_a_weight_keeps_its_operand_id_until_it_changes_and_an_activation_gets_a_new_one(family: Family) -> None:
     walker, first, second = two_parts(family, uses=2)
     storages = {p.untyped_storage().data_ptr() for p in family.model.parameters()}
     for one, two in zip(operands(first), operands(second), strict=True):
@@ -593,10 +593,10 @@ def test_a_weight_is_the_same_operand_until_it_changes_and_activations_never_are
         assert (one.id == two.id) == is_weight
         assert one.uses == two.uses == (2 if is_weight else 1)
     kept = {operand.id for operand in operands(first) if operand.uses > 1}
-    urgencies = {
+    kinds = {
         (operand, product.critical) for product in first + second for operand in product.kept if operand is not None
     }
-    assert len(urgencies) == len(kept), "who needs a weight needs it always as urgently"
+    assert len(kinds) == len(kept), "every use of a weight is of one kind, critical or deferred"
     assert len(kept) >= LINEAR_LAYERS[family.name]
     walker.weights_changed()
     assert [{operand.id for operand in gone} for gone in walker.fleet.forgotten] == [kept]
@@ -607,14 +607,14 @@ def test_a_weight_is_the_same_operand_until_it_changes_and_activations_never_are
     assert not kept & {operand.id for operand in operands(walker.fleet.submitted[before:])}
 
 
-def test_what_is_used_once_is_not_kept(family: Family) -> None:
+def test_a_weight_that_is_used_once_is_not_kept(family: Family) -> None:
     walker, first, second = two_parts(family, uses=1)
     assert all(product.kept == (None, None) for product in first + second)
     walker.weights_changed()
     assert walker.fleet.forgotten == []
 
 
-def test_keeping_changes_not_a_bit(family: Family) -> None:
+def test_keeping_weights_changes_no_bit(family: Family) -> None:
     plain, _ = family.distributed()
     family.walker = Walker(Fleet(ORDERS["reversed"]))
     family.walker.keep(family.model.parameters(), uses=4)

@@ -1,5 +1,5 @@
-"""Promises of ps.graph.trainer: a batch in parts is the batch, here and on a fleet whose devices keep weights
-meanwhile."""
+"""Promises of ps.graph.trainer: a batch in micro-batches trains like the whole batch, here and on a fleet whose devices
+keep weights in between."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {"seed": 5, "learning_rate": 1e-2, "weight_decay": 0.
 
 
 class KeepingFleet:
-    """An engine that computes at once. It multiplies with what it kept, not with what it is given: a weight that
+    """An engine that computes at once. It multiplies with its kept copy, not with what it is given: a weight that
     changes without being forgotten gives a wrong product."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class KeepingFleet:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Products this small only get slower when several threads share them."""
+    """Products this small only get slower when threads share them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -96,8 +96,8 @@ def gradients_of(model: torch.nn.Module, tokens: torch.Tensor, micro_batches: in
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
-def test_the_gradients_and_the_loss_of_a_batch_in_parts_are_those_of_the_batch(family: str, micro_batches: int) -> None:
-    model = model_of(family).eval()  # without dropout: parts draw their numbers in another order
+def test_micro_batches_give_the_gradients_and_loss_of_the_whole_batch(family: str, micro_batches: int) -> None:
+    model = model_of(family).eval()  # no dropout: micro-batches draw random numbers in another order
     loss, whole = gradients_of(model, BATCHES[0], 1)
     loss_of_parts, parts = gradients_of(model, BATCHES[0], micro_batches)
     assert loss_of_parts == pytest.approx(loss, abs=1e-6)
@@ -106,7 +106,7 @@ def test_the_gradients_and_the_loss_of_a_batch_in_parts_are_those_of_the_batch(f
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-7)
 
 
-def test_a_batch_in_parts_is_one_step() -> None:
+def test_all_micro_batches_of_a_batch_are_one_step() -> None:
     parts: list[int] = []
     model = model_of("opt")
 
@@ -121,7 +121,7 @@ def test_a_batch_in_parts_is_one_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
-def test_distributed_training_in_parts_with_kept_weights_is_plain_training(family: str) -> None:
+def test_distributed_micro_batches_with_kept_weights_train_like_plain_pytorch(family: str) -> None:
     plain = model_of(family)
     expected = train(plain, plain, BATCHES, micro_batches=4, **SETTINGS)
     model, fleet = model_of(family), KeepingFleet()
@@ -140,13 +140,13 @@ def test_distributed_training_in_parts_with_kept_weights_is_plain_training(famil
     steps = train(model, forward, BATCHES, micro_batches=4, before_step=before_step, after_step=after_step, **SETTINGS)
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], abs=1e-5)
     for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if not name.endswith("k_proj.bias"):  # softmax does not feel it: its gradient is rounding, which Adam magnifies
+        if not name.endswith("k_proj.bias"):  # softmax cancels it: its gradient is rounding, which Adam magnifies
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5, msg=name)
     assert kept[0] == kept[1] == kept[2] > 0
-    assert fleet.reused == 3 * 3 * kept[0]  # in each step a weight is sent with the first part, and used by all four
+    assert fleet.reused == 3 * 3 * kept[0]  # per step, a weight is sent with the first micro-batch and used by all four
 
 
-def test_cycles_are_looked_for_between_steps_and_not_during_them() -> None:
+def test_garbage_is_collected_between_steps_and_not_during_them() -> None:
     with collecting_between_steps():
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0

@@ -1,7 +1,6 @@
-"""Promises of ps.planning.cost: what a block weighs on its device, how it is streamed when that is too much, how
-long it takes.
+"""Promises of ps.planning.cost: the memory of a block on its device, its chunks if it does not fit, its time.
 
-Everything is worked out a second time here, one block at a time, as one would explain it."""
+Everything is recomputed here in the simplest way, one block at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from emulator.model.device import Devices
 from ps.planning.cost import block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
-SHORTEST = 32  # inner values; a chunk is never shorter
+SHORTEST = 32  # inner length; a chunk is never shorter
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,16 @@ class Block:
         return 4 * self.batch * self.rows * self.columns
 
     def slabs(self, inner: int) -> int:
-        """Bytes of both operands over so many inner values."""
+        """Bytes of both operands over this inner length."""
         return 4 * self.batch * (self.rows + self.columns) * inner
 
     def memory(self, chunk: int) -> int:
         if chunk == self.inner:
             return self.output + self.slabs(self.inner)
-        return 2 * self.output + 3 * self.slabs(chunk)  # sum and summand; computed, waiting, arriving
+        return 2 * self.output + 3 * self.slabs(chunk)  # sum and summand; chunks in use, waiting, arriving
 
     def lengths(self) -> list[int]:
-        """All that a chunk may have, the whole last."""
+        """All possible lengths of a chunk, the whole last."""
         return [*range(SHORTEST, self.inner), self.inner]
 
 
@@ -67,7 +66,7 @@ def test_a_block_comes_whole_if_it_fits_else_in_the_longest_chunks_that_fit_else
 
 @settings(calm, max_examples=300)
 @given(blocks, budgets)
-def test_what_is_given_to_a_device_fits_its_budget(block: Block, budget_bytes: int) -> None:
+def test_a_block_on_a_device_fits_its_budget(block: Block, budget_bytes: int) -> None:
     chunk = length_for(block, budget_bytes)
     weight = int(block_bytes(block.batch, block.rows, block.inner, block.columns, chunk or block.inner))
     assert weight == block.memory(chunk or block.inner)
@@ -76,7 +75,7 @@ def test_what_is_given_to_a_device_fits_its_budget(block: Block, budget_bytes: i
 
 @settings(calm, max_examples=100)
 @given(blocks)
-def test_the_budget_at_which_a_block_comes_whole_is_its_weight(block: Block) -> None:
+def test_a_block_comes_whole_from_a_budget_of_its_own_size_on(block: Block) -> None:
     weight = block.memory(block.inner)
     assert length_for(block, weight) == block.inner
     assert length_for(block, weight - 1) < block.inner
@@ -92,7 +91,7 @@ def test_more_memory_never_makes_chunks_shorter(block: Block, budget_bytes: int,
 @given(st.integers(1, 100_000))
 @example(96)
 @example(97)
-def test_one_cell_fits_from_the_least_memory_on_and_not_before(inner: int) -> None:
+def test_one_cell_fits_exactly_from_the_least_memory_on(inner: int) -> None:
     cell = Block(1, 1, inner, 1)
     assert length_for(cell, least_bytes(inner)) > 0
     assert length_for(cell, least_bytes(inner) - 1) == 0
@@ -111,7 +110,7 @@ def test_a_device_of_64_mb_takes_a_weight_gradient_of_any_length() -> None:
 @pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(st.lists(st.tuples(blocks, budgets), min_size=1, max_size=6))
-def test_many_blocks_at_once_are_the_same_as_one_by_one(pairs: list[tuple[Block, int]]) -> None:
+def test_many_blocks_at_once_give_the_same_as_one_by_one(pairs: list[tuple[Block, int]]) -> None:
     inner = pairs[0][0].inner
     alone = [Block(b.batch, b.rows, inner, b.columns) for b, _ in pairs]
     batch, rows, columns = (np.array([getattr(b, name) for b in alone]) for name in ("batch", "rows", "columns"))
@@ -137,7 +136,7 @@ devices = st.builds(
 
 
 def simulated_s(device: Profile, block: Block, down_bytes: float, chunks: int) -> float:
-    """Chunk after chunk over the link, each computed as soon as it is there and the processor is free."""
+    """Chunk after chunk over the link, each computed as soon as it has arrived and the processor is free."""
     arrived_s = ready_s = 0.0
     flops = 2.0 * block.batch * block.rows * block.columns * block.inner
     for _ in range(chunks):
@@ -148,7 +147,7 @@ def simulated_s(device: Profile, block: Block, down_bytes: float, chunks: int) -
 
 @settings(calm, max_examples=300)
 @given(devices, blocks, st.integers(1, 50))
-def test_a_block_takes_as_long_as_its_chunks_one_after_the_other(device: Profile, block: Block, chunks: int) -> None:
+def test_a_block_takes_as_long_as_its_chunks_in_sequence(device: Profile, block: Block, chunks: int) -> None:
     profile = pack_profiles([device])
     shape = block.batch, block.rows, block.inner, block.columns
     (seconds,) = block_seconds(profile, *shape, None, chunks).tolist()
@@ -157,7 +156,9 @@ def test_a_block_takes_as_long_as_its_chunks_one_after_the_other(device: Profile
 
 @settings(calm, max_examples=100)
 @given(devices, blocks, st.integers(0, 10**6))
-def test_only_what_the_device_does_not_hold_is_downloaded(device: Profile, block: Block, down_bytes: int) -> None:
+def test_only_slabs_that_the_device_does_not_hold_are_downloaded(
+    device: Profile, block: Block, down_bytes: int
+) -> None:
     profile = pack_profiles([device])
     shape = block.batch, block.rows, block.inner, block.columns
     (seconds,) = block_seconds(profile, *shape, down_bytes).tolist()
@@ -167,7 +168,7 @@ def test_only_what_the_device_does_not_hold_is_downloaded(device: Profile, block
 @settings(calm, max_examples=100)
 @given(devices, blocks, st.integers(1, 9))
 def test_the_emulated_device_takes_as_long_as_the_cost_model_says(device: Profile, block: Block, chunks: int) -> None:
-    """Two models of one thing: the planner must not plan with another device than the one that is emulated."""
+    """The planner's cost model and the emulation must agree on the device."""
     profile, inner = pack_profiles([device]), block.inner * chunks  # equal chunks
     shape = block.batch, block.rows, inner, block.columns
     (expected,) = block_seconds(profile, *shape, None, chunks).tolist()

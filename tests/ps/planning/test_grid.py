@@ -1,5 +1,5 @@
-"""Promises of ps.planning.weighted_grid: whatever the product and the fleet, the grid covers the output exactly
-once, nobody gets more than it can hold, and the modelled end is honest."""
+"""Promises of the grid (ps.planning.sharing): for any product and fleet, it covers the output exactly once, no device
+gets more than it can hold, and the modelled end is honest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from plan_checks import (
     assert_brings_what_is_not_there,
     assert_covers_exactly_once,
@@ -24,9 +22,8 @@ from plan_checks import (
 )
 
 from agent.protocol.profile import Profile, pack_profiles
-from ps.planning.cost import block_seconds
 from ps.planning.plans import Plan, PlanError, Shape
-from ps.planning.weighted_grid import _Squares, grid_plan
+from ps.planning.sharing import grid_plan
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
@@ -47,19 +44,17 @@ shapes = st.builds(Shape, st.sampled_from([1, 1, 2, 5, 9]), sides, st.integers(1
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Shape, list[Profile], NDArray[np.float64]]:
-    """A product, a fleet of which somebody can take part, and the work that each device already has."""
+def problems(draw: st.DrawFn) -> tuple[Shape, list[Profile]]:
+    """A product, a fleet with at least one able device, and the work that each device already has."""
     shape, fleet = draw(shapes), draw(fleets)
-    somebody = draw(st.integers(0, len(fleet) - 1))
-    enough = max(fleet[somebody].memory_bytes, one_cell_bytes(shape))
-    fleet[somebody] = replace(fleet[somebody], memory_bytes=enough)
-    busy = draw(st.booleans())
-    backlog = [draw(st.sampled_from([0.0, 0.01, 7.0])) if busy else 0.0 for _ in fleet]
-    return shape, fleet, np.array(backlog)
+    capable = draw(st.integers(0, len(fleet) - 1))
+    enough = max(fleet[capable].memory_bytes, one_cell_bytes(shape))
+    fleet[capable] = replace(fleet[capable], memory_bytes=enough)
+    return shape, fleet
 
 
-def solve(shape: Shape, fleet: list[Profile], backlog_s: NDArray[np.float64] | None = None) -> Plan:
-    return grid_plan(shape, pack_profiles(fleet), np.zeros(len(fleet)) if backlog_s is None else backlog_s)
+def solve(shape: Shape, fleet: list[Profile]) -> Plan:
+    return grid_plan(shape, pack_profiles(fleet))
 
 
 def cells_of(shape: Shape, fleet: list[Profile]) -> list[int]:
@@ -71,14 +66,14 @@ def cells_of(shape: Shape, fleet: list[Profile]) -> list[int]:
     return [cells[device] for device in range(len(fleet))]
 
 
-# ---- whatever the product and the fleet
+# ---- any product and any fleet
 
 
 @settings(calm, max_examples=80)
 @given(problems())
-def test_the_tiles_cover_every_cell_exactly_once(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:
-    shape, fleet, backlog_s = problem
-    made = solve(shape, fleet, backlog_s)
+def test_the_blocks_cover_every_cell_exactly_once(problem: tuple[Shape, list[Profile]]) -> None:
+    shape, fleet = problem
+    made = solve(shape, fleet)
     assert_covers_exactly_once(made, shape)
     assert_brings_what_is_not_there(made, shape, fleet)
 
@@ -86,31 +81,21 @@ def test_the_tiles_cover_every_cell_exactly_once(problem: tuple[Shape, list[Prof
 @pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(problems())
-def test_no_block_exceeds_the_memory_of_its_device(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:
-    shape, fleet, backlog_s = problem
-    made = solve(shape, fleet, backlog_s)
+def test_no_block_exceeds_the_memory_of_its_device(problem: tuple[Shape, list[Profile]]) -> None:
+    shape, fleet = problem
+    made = solve(shape, fleet)
     assert_fits_into_memory(made, shape, fleet)
 
 
 @settings(calm, max_examples=40)
 @given(problems())
-def test_the_same_input_gives_the_same_plan(problem: tuple[Shape, list[Profile], NDArray[np.float64]]) -> None:
-    shape, fleet, backlog_s = problem
+def test_the_same_input_gives_the_same_plan(problem: tuple[Shape, list[Profile]]) -> None:
+    shape, fleet = problem
     table = pack_profiles(fleet)
-    before = table.tobytes(), backlog_s.tobytes()
-    first, second = grid_plan(shape, table, backlog_s), grid_plan(shape, table, backlog_s)
-    assert (table.tobytes(), backlog_s.tobytes()) == before
+    before = table.tobytes()
+    first, second = grid_plan(shape, table), grid_plan(shape, table)
+    assert table.tobytes() == before
     assert_same(first, second)
-
-
-@settings(calm, max_examples=40)
-@given(problems(), st.integers(1, 9))
-def test_no_more_devices_take_part_than_were_allowed(
-    problem: tuple[Shape, list[Profile], NDArray[np.float64]], count: int
-) -> None:
-    shape, fleet, backlog_s = problem
-    made = grid_plan(shape, pack_profiles(fleet), backlog_s, count)
-    assert len(set(made.device.tolist())) <= count
 
 
 # ---- the modelled end
@@ -122,19 +107,19 @@ def fixed_s(p: Profile) -> float:
 
 @settings(calm, max_examples=50)
 @given(problems())
-def test_the_makespan_is_the_moment_at_which_the_last_device_ends(
-    problem: tuple[Shape, list[Profile], NDArray[np.float64]],
+def test_the_makespan_is_when_the_last_device_ends(
+    problem: tuple[Shape, list[Profile]],
 ) -> None:
-    shape, fleet, backlog_s = problem
-    made = solve(shape, fleet, backlog_s)
+    shape, fleet = problem
+    made = solve(shape, fleet)
     ends_s = recomputed_ends_s(made, shape, fleet)
-    assert made.makespan_s == pytest.approx(max(end + backlog_s[device] for device, end in ends_s.items()), rel=1e-9)
+    assert made.makespan_s == pytest.approx(max(ends_s.values()), rel=1e-9)
 
 
 def most_cells(p: Profile, inner: int, seconds: float, one_block: bool) -> float:
-    """No way of cutting brings this device more cells within that time. Whatever its blocks, their r distinct rows and
-    c distinct columns must arrive, and r c is at least the number of cells, so r + c is at least that of the square.
-    Download, compute and upload overlap at best entirely, and not at all if it is one block that comes whole."""
+    """No way of cutting gives this device more cells within that time. Whatever its blocks, their r distinct rows and c
+    distinct columns must arrive, and r c is at least the number of cells, so r + c is at least that of the square.
+    Download, compute and upload overlap fully at best, and not at all for one block that comes whole."""
     spare_s = seconds - fixed_s(p)
     if spare_s <= 0:
         return 0.0
@@ -144,12 +129,12 @@ def most_cells(p: Profile, inner: int, seconds: float, one_block: bool) -> float
     return min((spare_s / side_s) ** 2, spare_s / max(2 * inner / p.flops, 32 / p.up_bps))
 
 
-def bound_s(shape: Shape, fleet: list[Profile], backlog_s: NDArray[np.float64], one_block: bool = False) -> float:
+def bound_s(shape: Shape, fleet: list[Profile], one_block: bool = False) -> float:
     """Before this moment even devices that all end together, with square blocks of any size, are not done."""
     able = [i for i, p in enumerate(fleet) if p.memory_bytes >= one_cell_bytes(shape)]
 
     def enough(t: float) -> bool:
-        return sum(most_cells(fleet[i], shape.inner, t - backlog_s[i], one_block) for i in able) >= shape.cells
+        return sum(most_cells(fleet[i], shape.inner, t, one_block) for i in able) >= shape.cells
 
     low, high = 0.0, 1e-6
     while not enough(high):
@@ -162,31 +147,21 @@ def bound_s(shape: Shape, fleet: list[Profile], backlog_s: NDArray[np.float64], 
 
 @settings(calm, max_examples=50)
 @given(problems())
-def test_no_plan_claims_to_end_before_it_possibly_can(
-    problem: tuple[Shape, list[Profile], NDArray[np.float64]],
+def test_no_plan_claims_to_end_before_the_bound(
+    problem: tuple[Shape, list[Profile]],
 ) -> None:
-    shape, fleet, backlog_s = problem
-    assert solve(shape, fleet, backlog_s).makespan_s >= bound_s(shape, fleet, backlog_s) * (1 - 1e-6)
+    shape, fleet = problem
+    assert solve(shape, fleet).makespan_s >= bound_s(shape, fleet) * (1 - 1e-6)
 
 
 def test_for_equal_devices_and_a_square_product_the_makespan_is_near_the_bound() -> None:
     shape, fleet = Shape(1, 512, 64, 512), [Profile(1e9, 1e-4, 1e7, 1e7, 0.01, HUGE, 2)] * 16
     made = solve(shape, fleet)
     assert len(set(made.device.tolist())) == 16
-    assert made.makespan_s <= 1.1 * bound_s(shape, fleet, np.zeros(16), one_block=True)
+    assert made.makespan_s <= 1.1 * bound_s(shape, fleet, one_block=True)
 
 
-@settings(calm, max_examples=60)
-@given(p=profiles, inner=st.integers(1, 4096), side=st.integers(1, 4096))
-def test_the_largest_square_of_a_time_is_the_square_that_takes_this_time(p: Profile, inner: int, side: int) -> None:
-    table = pack_profiles([p])
-    seconds = float(block_seconds(table, 1, side, inner, side)[0])
-    squares = _Squares(table, inner, backlog_s=np.array([5.0]))
-    assert squares.cells(5.0 + seconds)[0] == pytest.approx(side**2, rel=1e-3)
-    assert squares.cells(5.0)[0] == 0
-
-
-# ---- who gets how much
+# ---- shares of the devices
 
 common = Profile(1e9, 1e-4, 1e7, 1e7, 0.01, HUGE, 2)
 
@@ -201,8 +176,8 @@ common = Profile(1e9, 1e-4, 1e7, 1e7, 0.01, HUGE, 2)
 def test_a_faster_device_does_not_get_less_than_a_slower_one(
     figure: str, factors: list[float], rows: int, columns: int
 ) -> None:
-    """All else equal, and but for rounding: a cut lies within half a cell of where it should, so a rectangle is at most
-    one row and one column off."""
+    """All else equal, and up to rounding: a cut is within half a cell of its ideal place, so a rectangle is at most one
+    row and one column off."""
     slowest = replace(common, flops=1e8, down_bps=1e7, up_bps=1e6)
     fleet = [replace(slowest, **{figure: getattr(slowest, figure) * factor}) for factor in factors]
     made = solve(Shape(1, rows, 256, columns), fleet)
@@ -231,14 +206,9 @@ def test_equal_devices_get_equal_shares(batch: int) -> None:
     assert cells_of(Shape(batch, 128, 256, 128), [common] * 4) == [batch * 128 * 32] * 4
 
 
-def test_a_device_that_would_only_slow_it_down_gets_nothing() -> None:
+def test_a_device_that_would_only_slow_the_product_down_gets_nothing() -> None:
     hopeless = replace(common, down_bps=1e3, up_bps=1e3)
     assert cells_of(Shape(1, 64, 64, 64), [hopeless, common]) == [0, 64 * 64]
-
-
-def test_a_busy_device_gets_nothing_while_an_idle_one_can_do_it_sooner() -> None:
-    made = grid_plan(Shape(1, 64, 64, 64), pack_profiles([common, common]), np.array([3600.0, 0.0]))
-    assert set(made.device.tolist()) == {1}
 
 
 def test_a_device_without_memory_gets_nothing() -> None:
@@ -254,14 +224,14 @@ def test_a_device_that_holds_just_one_cell_does_the_product_cell_by_cell() -> No
     assert len(made.boxes) == shape.cells
 
 
-def test_more_devices_than_cells_are_no_difficulty() -> None:
+def test_more_devices_than_cells_can_be_planned() -> None:
     shape = Shape(1, 2, 1000, 2)
     cells = cells_of(shape, [common] * 500)
     assert sum(cells) == shape.cells
     assert max(cells) <= shape.cells
 
 
-# ---- what cannot be planned
+# ---- errors
 
 
 def test_no_able_device_is_a_clear_error() -> None:

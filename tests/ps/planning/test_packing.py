@@ -1,4 +1,4 @@
-"""Promises of ps.planning.packing: every cell exactly once, nobody beyond its memory, never better than the bound,
+"""Promises of ps.planning.packing: every cell exactly once, no device beyond its memory, never better than the bound,
 near it.
 
 Makespans are recomputed here from the boxes alone, not by the packing's own arithmetic.
@@ -100,14 +100,14 @@ def test_every_cell_is_covered_exactly_once_within_memory_and_not_before_the_bou
         assert min(bs, rs, cs) > 0
         cover[b : b + bs, r : r + rs, c : c + cs] += 1
     assert (cover == 1).all()
-    held = tiling.boxes[:, 3] * tiling.boxes[:, 5]  # a batch is done entry by entry
+    held = tiling.boxes[:, 3] * tiling.boxes[:, 5]  # a batch is computed entry by entry
     assert (4 * held <= profiles["memory_bytes"][tiling.owner]).all()
     makespan_s = recomputed_s(tiling, shape, profiles, 4)
     assert makespan_s == pytest.approx(tiling.makespan_s, rel=1e-9)
     assert makespan_s >= tiling.bound_s * (1 - 1e-4)
 
 
-def test_more_devices_than_cells_are_no_difficulty() -> None:
+def test_more_devices_than_cells_can_be_planned() -> None:
     shape = Shape(1, 3, 5, 4)
     tiling = solved(shape, pack_profiles([ABLE] * 100))
     assert (tiling.boxes[:, 3] * tiling.boxes[:, 5]).sum() == 12

@@ -1,5 +1,5 @@
-"""Promises of ps.planning.deferred and of what follows from it: what nobody waits for is done beside the rest, and
-the pass ends sooner."""
+"""Promises of ps.planning.deferred: deferred products are computed beside the critical ones, and the pass ends
+sooner."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from emulator.model.fleet import uniform_fleet
 from ps.graph.executor import Executor
 from ps.graph.models import model_config
-from ps.graph.products import recorded_step
-from ps.planning.deferred import MOST_TAKEN, Team, _Pass, teams
+from ps.graph.shapes import ShapesProgram, step_shapes
+from ps.planning.deferred import Team, _Pass, teams
 from ps.planning.planner import Planner, Question, _ends_s
 from ps.planning.plans import Level, Request, Shape
+from ps.planning.settings import NOW
 from testbed.virtual.server import VirtualServer
 
 CHAIN = Request(Shape(1, 512, 128, 128))
@@ -27,7 +28,7 @@ GRADIENT = Request(Shape(1, 128, 512, 128))
 FLEET = uniform_fleet("extreme", 60, seed=1, line_share=0.001)
 
 
-# ---- who is taken
+# ---- which devices are taken
 
 requests = st.builds(
     Request,
@@ -49,26 +50,28 @@ levels = st.lists(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(levels, st.lists(requests, min_size=1, max_size=2).map(tuple), st.integers(1, 40), st.integers(0, 5))
-def test_somebody_is_always_left(chain: list[Level], last: tuple[Request, ...], count: int, seed: int) -> None:
+def test_some_devices_always_stay_for_the_critical_products(
+    chain: list[Level], last: tuple[Request, ...], count: int, seed: int
+) -> None:
     found = teams([*chain, Level((), last)], uniform_fleet("extreme", count, seed, line_share=0.01))
     assert len(found) == len(chain)
     for level, team in zip(chain, found, strict=True):
-        assert len(team.devices) <= MOST_TAKEN * count
+        assert len(team.devices) <= NOW.most_taken * count
         assert len(np.unique(team.devices)) == len(team.devices)
         assert all(0 <= device < count for device in team.devices.tolist())
         assert level.deferred or not len(team.devices)
 
 
-def test_who_has_ended_may_be_taken_again_and_nobody_else() -> None:
+def test_a_device_is_taken_again_only_after_it_has_finished() -> None:
     chain = [Level((CHAIN,), (GRADIENT,))] * 200
     found = teams([*chain, Level((), (GRADIENT,))], FLEET)
     taken = np.concatenate([team.devices for team in found])
-    assert len(taken) > len(FLEET), "whole devices end sooner than the pass, and come back"
+    assert len(taken) > len(FLEET), "devices that finish before the pass ends are taken again"
     for before, after in itertools.pairwise(found):
         assert not set(before.devices.tolist()) & set(after.devices.tolist())
 
 
-def test_where_devices_are_few_and_levels_many_nothing_is_modelled_to_end_later_than_if_it_waited() -> None:
+def test_with_few_devices_and_many_levels_no_team_ends_later_than_if_its_product_had_waited() -> None:
     fleet = uniform_fleet("extreme", 40, 1, line_share=0.001)
     chain = [Level((CHAIN,), (GRADIENT,) * 4)] * 60
     found = teams([*chain, Level((), (GRADIENT,))], fleet)
@@ -76,14 +79,14 @@ def test_where_devices_are_few_and_levels_many_nothing_is_modelled_to_end_later_
     assert all(team.span_s <= held_back_s for team in found)
 
 
-def test_a_team_is_larger_the_less_time_is_left() -> None:
+def test_the_less_time_is_left_the_larger_a_team_is() -> None:
     long, short = ([Level((CHAIN,), (GRADIENT,)), *[Level((CHAIN,))] * more] for more in (16, 2))
     assert len(teams(long, FLEET)[0].devices) < len(teams(short, FLEET)[0].devices)
     assert teams(long, FLEET)[0].span_s > teams(short, FLEET)[0].span_s
 
 
-def test_those_are_taken_whom_the_chain_misses_least() -> None:
-    """Two kinds of devices, alike but for their uplinks: a weight gradient is mostly downloaded."""
+def test_the_devices_that_the_critical_chain_misses_least_are_taken() -> None:
+    """Two kinds of devices that differ only in their uplinks: a weight gradient is mostly downloaded."""
     fleet = np.repeat(FLEET[:1], 40)
     fleet["up_bps"][::2] /= 10
     (team,) = teams([Level((CHAIN,) * 3, (GRADIENT,)), Level((CHAIN,))], fleet)
@@ -98,7 +101,7 @@ def question(deferred: int = 1, more: int = 8) -> Question:
     return Question((CHAIN, *[GRADIENT] * deferred), deferred, (Level((CHAIN,)),) * more)
 
 
-def test_what_is_patient_is_planned_beside_the_rest_and_ends_later() -> None:
+def test_a_deferred_product_is_planned_beside_the_critical_ones_and_ends_later() -> None:
     able = np.arange(len(FLEET))
     critical, deferred = Planner().plan(question(), FLEET, able)
     assert not set(critical.device.tolist()) & set(deferred.device.tolist())
@@ -107,7 +110,7 @@ def test_what_is_patient_is_planned_beside_the_rest_and_ends_later() -> None:
     assert alone.makespan_s <= critical.makespan_s < together[0].makespan_s < deferred.makespan_s
 
 
-def test_who_is_busy_beside_all_this_is_left_alone_unless_nobody_else_is_there() -> None:
+def test_busy_devices_are_left_alone_unless_no_other_is_present() -> None:
     able, busy = np.arange(len(FLEET)), np.arange(0, len(FLEET), 2)
     for plan in Planner().plan(question(), FLEET, able, busy=busy):
         assert not set(plan.device.tolist()) & set(busy.tolist())
@@ -115,7 +118,7 @@ def test_who_is_busy_beside_all_this_is_left_alone_unless_nobody_else_is_there()
     assert len(plan.device)
 
 
-def test_a_pass_is_thought_through_once_and_again_when_its_teams_would_be_late() -> None:
+def test_the_teams_of_a_pass_are_chosen_once_and_again_when_they_would_be_late() -> None:
     planner, able = Planner(), np.arange(len(FLEET))
     first = planner.plan(question(more=8), FLEET, able)
     chosen = planner._teams[question(more=8).ahead].devices
@@ -128,11 +131,11 @@ def test_a_pass_is_thought_through_once_and_again_when_its_teams_would_be_late()
     planner._cache.clear()
     planner._teams[later.ahead] = replace(known, span_s=0.01)
     _, deferred = planner.plan(later, FLEET, able, busy=chosen)
-    assert not np.array_equal(planner._teams[later.ahead].devices, known.devices), "chosen anew"
+    assert not np.array_equal(planner._teams[later.ahead].devices, known.devices), "chosen again"
     assert deferred.makespan_s < 1.2 * planner._teams[later.ahead].span_s
 
 
-def test_teams_are_chosen_anew_when_the_fleet_has_grown() -> None:
+def test_teams_are_chosen_again_when_the_fleet_has_grown() -> None:
     table = uniform_fleet("extreme", 200, seed=1, line_share=0.001)
     planner, every = Planner(), np.arange(200)
     planner.plan(question(), table, np.arange(20))
@@ -141,7 +144,7 @@ def test_teams_are_chosen_anew_when_the_fleet_has_grown() -> None:
     assert [plan.makespan_s for plan in grown] == [plan.makespan_s for plan in fresh]
 
 
-def test_plans_for_which_nobody_is_missing_stay_though_others_are_busy_now() -> None:
+def test_plans_that_miss_no_device_stay_even_if_some_devices_are_busy() -> None:
     planner, able = Planner(), np.arange(len(FLEET))
     later = Question((CHAIN,), 0, question().ahead[1:])
     for asked in (question(), later, question()):
@@ -157,7 +160,7 @@ def test_plans_for_which_nobody_is_missing_stay_though_others_are_busy_now() -> 
     assert not set(after.device.tolist()) & set(busy.tolist())
 
 
-def test_the_next_pass_is_planned_for_all_though_some_are_busy_beside_this_one() -> None:
+def test_the_next_pass_is_planned_for_all_devices_even_if_some_are_busy_now() -> None:
     planner, able = Planner(), np.arange(len(FLEET))
     for asked in (question(), Question((CHAIN,)), question()):
         planner.plan(asked, FLEET, able)
@@ -166,44 +169,45 @@ def test_the_next_pass_is_planned_for_all_though_some_are_busy_beside_this_one()
     assert len(planner._cache[Question((CHAIN,))].able) == len(FLEET) - 1
 
 
-def test_products_done_one_after_another_end_when_the_last_of_them_does() -> None:
+def test_products_in_sequence_end_when_the_last_of_them_does() -> None:
     few = FLEET[:1]
     one, *_ = plans = Planner().plan([GRADIENT] * 3, few, np.arange(1))
     assert _ends_s(plans) == pytest.approx(3 * one.makespan_s)
 
 
-def test_nobody_is_taken_from_what_only_they_can_do() -> None:
+def test_no_device_is_taken_from_a_product_that_only_it_can_compute() -> None:
     fleet = FLEET[:2].copy()
     fleet["memory_bytes"][0] = 200
     large = Request(Shape(1, 1, 54, 5))
     (team,) = teams([Level((large,), (large,)), Level((large,))], fleet)
     assert not len(team.devices)
-    for plan in Planner().plan(Question((large, large), 1, (Level((large,)),)), fleet, np.arange(2)):
-        assert set(plan.device.tolist()) == {1}
+    critical, deferred = Planner().plan(Question((large, large), 1, (Level((large,)),)), fleet, np.arange(2))
+    assert set(critical.device.tolist()) == {1}
+    assert deferred.waits
 
 
 # ---- a whole step
 
 
 @cache
-def step() -> Any:
-    return recorded_step(model_config("opt-tiny", None), 32, 64, 1)
+def step() -> list[ShapesProgram]:
+    return step_shapes(model_config("opt-tiny", None), 32, 64)[0]
 
 
 def seconds(kind: Any, early: bool, devices: int, fleet: str = "extreme") -> float:
-    """Of a step of the quickstart's model, in virtual time, without values."""
+    """Seconds of a step of the quickstart's model, in virtual time, without values."""
     server = VirtualServer(
         uniform_fleet(fleet, devices, 1, line_share=0.001), [""] * devices, Planner(kind), arithmetic=False
     )
     executor = Executor(server, early)
-    for program, values in step()[0]:
-        executor.run(program, list(values))
+    for program in step():
+        executor.run_shapes(program)
     return server.clock.now_s
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fleet", "devices"), [("extreme", 40), ("paper", 100)])
-def test_a_step_is_shorter_when_weight_gradients_are_begun_at_once(fleet: str, devices: int) -> None:
+def test_a_step_is_shorter_when_weight_gradients_begin_at_once(fleet: str, devices: int) -> None:
     assert seconds("packed", True, devices, fleet) < 0.97 * seconds("packed", False, devices, fleet)
 
 
@@ -213,10 +217,10 @@ def test_the_planner_is_twice_as_fast_as_the_weighted_grid_on_the_extreme_fleet(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_step() -> None:
+def test_a_step_leaves_nothing_behind() -> None:
     server = VirtualServer(FLEET, [""] * len(FLEET), Planner(), arithmetic=False)
     for _ in range(2):
         executor = Executor(server, early=True)
-        for program, values in step()[0]:
-            executor.run(program, list(values))
+        for program in step():
+            executor.run_shapes(program)
         assert server.left_behind() == ""

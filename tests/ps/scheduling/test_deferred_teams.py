@@ -1,8 +1,11 @@
-"""Promises of ps.scheduling.deferred_teams: devices at work on a deferred product get nothing else until it is done."""
+"""Promises about devices held for deferred products (ps.scheduling.state): they get nothing else until it is done."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from emulator.model.fleet import uniform_fleet
 from ps.planning.planner import Planner, Question
@@ -27,13 +30,13 @@ def question(deferred: int = 1, more: int = 8) -> Question:
 
 
 class World:
-    """A dispatcher, a fleet, and what was sent to whom."""
+    """A dispatcher, a fleet, and which block was sent to which device."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: NDArray[np.void] = FLEET) -> None:
         self.dispatcher = Dispatcher(Planner())
         self.sent: dict[tuple[int, int], int] = {}  # job, block -> device
         self.now_s = 0.0
-        self.handle(DevicesJoined(0, FLEET))
+        self.handle(DevicesJoined(0, fleet))
 
     def handle(self, event: Any) -> None:
         for instruction in self.dispatcher.handle(event, self.now_s):
@@ -49,7 +52,7 @@ class World:
         self.handle(JobsSubmitted(new, asked.ahead))
 
     def devices(self, job: int) -> set[int]:
-        """That have or had blocks of it."""
+        """Devices that have or had blocks of this job."""
         return set(self.dispatcher._state.jobs[job].device)
 
     def answer_all(self, job: int) -> None:
@@ -60,7 +63,7 @@ class World:
             self.handle(BlocksReturned([self.sent.pop(key) for key in keys], jobs, blocks))
 
 
-def test_whoever_does_what_is_patient_gets_nothing_else_until_that_is_done() -> None:
+def test_a_device_with_deferred_work_gets_nothing_else_until_it_is_done() -> None:
     world = World()
     world.submit(0, question())
     busy = world.devices(1)
@@ -73,17 +76,17 @@ def test_whoever_does_what_is_patient_gets_nothing_else_until_that_is_done() -> 
     assert world.devices(3) & busy
 
 
-def test_nobody_takes_what_is_patient_from_others_while_there_is_more_to_come() -> None:
+def test_no_device_takes_deferred_work_from_others_while_more_levels_follow() -> None:
     for ahead, stays in ((question().ahead, True), ((), False)):
         world = World()
         world.submit(0, question())
         before = world.devices(1)
         world.handle(JobsSubmitted([], ahead))
-        world.answer_all(0)  # many are idle
+        world.answer_all(0)  # many devices are idle
         assert (world.devices(1) == before) == stays
 
 
-def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
+def test_lost_deferred_blocks_stay_with_devices_held_for_deferred_products() -> None:
     world = World()
     world.submit(0, question(deferred=3))
     team = world.devices(1) | world.devices(2) | world.devices(3)
@@ -92,7 +95,7 @@ def test_what_is_lost_of_it_stays_with_those_who_do_such_things() -> None:
     assert world.devices(1) - {lost} <= team
 
 
-def test_what_is_lost_of_it_overtakes_what_waits() -> None:
+def test_lost_deferred_blocks_overtake_waiting_ones() -> None:
     world = World()
     world.submit(0, question(deferred=3))
     waiting = [record for record in world.dispatcher._state.devices if record.deferred]
@@ -107,10 +110,35 @@ def test_what_is_lost_of_it_overtakes_what_waits() -> None:
     assert overtaken or sent
 
 
-def test_a_newcomer_with_the_number_of_one_who_left_is_not_busy() -> None:
+def test_a_newcomer_with_the_number_of_a_device_that_left_is_not_busy() -> None:
     world = World()
     world.submit(0, question())
     gone = min(world.devices(1))
     world.handle(DevicesLeft([gone]))
     assert gone not in world.dispatcher._assignments.teams.busy
     assert len(world.dispatcher._assignments.teams.busy)
+
+
+def test_deferred_products_that_wait_begin_with_the_last_level_of_the_pass() -> None:
+    """One device cannot compute them beside the critical path without delaying it."""
+    world = World(FLEET[:1])
+    world.submit(0, question())
+    assert not world.devices(1)
+    world.answer_all(0)
+    world.submit(2, Question((CHAIN,), 0, question().ahead[1:]))
+    world.answer_all(2)
+    assert not world.devices(1), "there is more to come"
+    world.submit(3, Question((CHAIN,)))
+    assert world.devices(1) == {0}
+    world.answer_all(3)
+    world.answer_all(1)
+    assert not world.dispatcher.left_behind()
+
+
+def test_deferred_products_that_wait_begin_when_nothing_more_comes() -> None:
+    world = World(FLEET[:1])
+    world.submit(0, question())
+    world.answer_all(0)
+    world.handle(JobsSubmitted([]))
+    world.answer_all(1)
+    assert not world.dispatcher.left_behind()

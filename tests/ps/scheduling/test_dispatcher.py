@@ -1,7 +1,7 @@
 """Promises of ps.scheduling.dispatcher: whatever devices do, every cell is accepted exactly once and every job ends.
 
 Most of this is a simulation: a world of devices that join, leave, answer late, twice, wrongly or not at all, driven by
-a seed (it stands in the test's name). The world keeps its own books and believes nothing that the dispatcher says.
+a seed (it is in the test's name). The world keeps its own records and trusts nothing that the dispatcher says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agent.protocol.profile import Profile, pack_profiles
 from ps.planning.cost import block_bytes, chunk_length, least_bytes
 from ps.planning.planner import Planner, Question
 from ps.planning.plans import Plan, Request, Shape
-from ps.scheduling.dispatcher import REFUSALS_ALLOWED, Dispatcher
+from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     AcceptBlocks,
     BlocksFailed,
@@ -30,6 +30,7 @@ from ps.scheduling.events import (
     BlocksRecovered,
     BlocksReturned,
     Box,
+    CancelBlocks,
     CheckJob,
     DevicesJoined,
     DevicesLeft,
@@ -39,18 +40,21 @@ from ps.scheduling.events import (
     JobFinished,
     JobsSubmitted,
     JobWaits,
+    NameStragglers,
     OperandsForgotten,
     SendBlocks,
     Submission,
     SuspendDevice,
 )
 from ps.scheduling.invariants import InvariantBroken
+from ps.scheduling.settings import NOW
+from ps.scheduling.shell import Shell
 from ps.scheduling.state import CUT, DONE, IN_FLIGHT, PENDING, Job
 
 Key = tuple[int, int]  # job, block
 Answer = tuple[int, int, int]  # device, job, block
 Kind = TypeVar("Kind")  # of instructions
-Kept = tuple[int | None, int | None]  # operands of which slabs may be kept, left and right
+Kept = tuple[int | None, int | None]  # operands whose slabs may be kept, left and right
 
 HUGE = 1 << 40
 
@@ -79,7 +83,7 @@ def sends(instruction: SendBlocks) -> Iterator[Sent]:
 
 
 def one_cell_bytes(shape: Shape) -> int:
-    """Memory that a device must lend to be of any use: half of it is for blocks."""
+    """Memory that a device must lend to be useful: half of it is for blocks."""
     return 2 * least_bytes(shape.inner)
 
 
@@ -89,7 +93,7 @@ def columns(answers: Iterable[Answer]) -> tuple[list[int], list[int], list[int]]
 
 
 def only(kind: type[Kind], instructions: Sequence[Instruction]) -> list[Kind]:
-    """Those of this kind, in order."""
+    """The instructions of this kind, in order."""
     return [instruction for instruction in instructions if isinstance(instruction, kind)]
 
 
@@ -103,14 +107,14 @@ Range = tuple[int, int, int, int]  # batch from, to; outer from, to
 
 @dataclass
 class Charges:
-    """What each device has been charged for, so that whatever it is not charged for can be explained."""
+    """What each device was charged for, so that every missing charge can be explained."""
 
     paid: defaultdict[tuple[Any, ...], dict[Key, Range]] = field(default_factory=lambda: defaultdict(dict))
     lives: Counter[int] = field(default_factory=Counter)  # how often an operand was forgotten
     saved: int = 0  # slabs that were not charged
 
     def add(self, blocks: list[tuple[int, Job, int]]) -> None:
-        """New blocks, in any order. Whatever is missing in their charges was charged to the same device with another
+        """New blocks, in any order. Every slab missing in their charges was charged to the same device with another
         block, of the same job or with the same operand since it was last forgotten."""
         missing = {}
         for job_id, job, block in blocks:
@@ -131,7 +135,7 @@ class Charges:
             self.saved += len(explained[0])
 
     def forget(self, device: int) -> None:
-        """Somebody else has its number, and nothing of what it was sent."""
+        """Another device has its number now, and none of its slabs."""
         for source in [source for source in self.paid if source[0] == device]:
             del self.paid[source]
 
@@ -161,12 +165,13 @@ def _outer(job: Job, block: int, side: int) -> int:
     return (b1 - b0) * (high - low)
 
 
-class World:
-    """Devices and jobs around a dispatcher, with books of its own."""
+class World(Shell[BlocksReturned]):
+    """Devices and jobs around a dispatcher, with its own records. Every event happens at time 0."""
 
-    def __init__(self, reuse: bool = False) -> None:
-        """`reuse`: who joins gets the numbers of those who left without having returned anything."""
-        self.dispatcher = Dispatcher(Planner())
+    def __init__(self, reuse: bool = False, planner: Planner | None = None) -> None:
+        """`reuse`: a joining device gets the number of one that left without having returned anything."""
+        super().__init__(Dispatcher(planner or Planner()))
+        self.dispatcher = self._dispatcher
         self.reuse, self.reused = reuse, 0
         self.profiles: list[Profile] = []
         self.alive: set[int] = set()
@@ -180,6 +185,7 @@ class World:
         self.flying: defaultdict[int, dict[Key, Box]] = defaultdict(dict)  # device -> key -> box
         self.past: list[Answer] = []  # answers that must not count any more
         self.log: list[Instruction] = []
+        self._queued_before: dict[int, set[Key]] = {}  # critical blocks that waited when the event came
         self.owner: dict[Key, int] = {}
         self.charges = Charges()
         self.slabs: defaultdict[int, dict[int, int]] = defaultdict(dict)  # device -> operand -> bytes it keeps of it
@@ -201,15 +207,19 @@ class World:
                 for kept in self.slabs.values():
                     for operand in operands:
                         kept.pop(operand, None)
-        queued_before = self._queued_critical()
-        instructions = self.dispatcher.handle(event)
+        self._queued_before = self._queued_critical()
+        so_far = len(self.log)
+        self._handle(event, event if isinstance(event, BlocksReturned) else None)
+        self._nothing_waits_in_vain()
+        return self.log[so_far:]
+
+    def _carry_out(
+        self, instructions: Sequence[Instruction], at_ns: int, returned: BlocksReturned | None = None
+    ) -> None:
         self.log += instructions
         self.dispatcher.check()
         self._look_at_new_blocks()
-        self._keep_books(event, instructions)
-        self._no_deferred_before_critical(queued_before, instructions)
-        self._nothing_waits_in_vain()
-        return instructions
+        super()._carry_out(instructions, at_ns, returned)
 
     def join(self, *profiles: Profile) -> list[Instruction]:
         first = len(self.profiles)
@@ -251,7 +261,7 @@ class World:
     def fail(self, *answers: Answer) -> list[Instruction]:
         return self.handle(BlocksFailed(*columns(answers)))
 
-    # ---- the world's own books
+    # ---- the world's own records
 
     def in_flight(self) -> list[Answer]:
         return [(device, job, block) for device, blocks in sorted(self.flying.items()) for job, block in blocks]
@@ -261,37 +271,63 @@ class World:
         self.slabs.pop(device, None)
         self.past += [(device, job, block) for job, block in self.flying.pop(device, {})]
 
-    def _keep_books(self, event: Event, instructions: list[Instruction]) -> None:
-        """Of whatever changes what is where."""
-        for accept in only(AcceptBlocks, instructions):
-            assert isinstance(event, BlocksReturned), "only answers can be accepted"
-            self._accept(event, accept.positions)
-        for end in only(JobFinished, instructions):
-            assert (self.accepted[end.job] == 1).all(), f"job {end.job} ended without some of its cells"
-            del self.shapes[end.job]
-            self.finished.append(end.job)
-        for suspension in only(SuspendDevice, instructions):
-            self._forget(suspension.device)
-            self.suspended.add(suspension.device)
-        for sent in [
-            block
-            for send in only(SendBlocks, instructions)
-            for block in map(Sent._make, zip(*send.columns, strict=True))
-        ]:
-            assert sent.device in self.alive, f"device {sent.device} is not there and was sent a block"
+    # ---- instructions
+
+    def _now_ns(self) -> int:
+        return 0
+
+    def _dispatch_s(self, at_ns: int) -> float:
+        return 0.0
+
+    def _send_blocks(self, instruction: SendBlocks, at_ns: int) -> None:
+        queued = self._queued_critical()
+        for sent in sends(instruction):
+            assert sent.device in self.alive, f"device {sent.device} is gone and was sent a block"
             assert (sent.job, sent.block) not in self.flying[sent.device], "sent twice"
+            if not self.critical[sent.job]:  # not while a critical block waits all along
+                waited = self._queued_before.get(sent.device, set()) & queued[sent.device]
+                assert not waited, f"device {sent.device}: deferred job {sent.job} first"
             self._send(sent)
             self._within_credit(sent.device)
 
-    def _accept(self, event: BlocksReturned, positions: list[int]) -> None:
+    def _accept_blocks(self, returned: BlocksReturned, positions: list[int]) -> None:
         assert len(set(positions)) == len(positions)
         for position in positions:
-            device, job, block = event.devices[position], event.jobs[position], event.blocks[position]
+            device, job, block = returned.devices[position], returned.jobs[position], returned.blocks[position]
             b, bs, r, rs, c, cs = self.flying[device].pop((job, block))  # it was sent and not yet answered
             self.accepted[job][b : b + bs, r : r + rs, c : c + cs] += 1
             self.worked.add(device)
             assert self.accepted[job].max() == 1, f"a cell of job {job} was accepted twice"
             self.past.append((device, job, block))
+
+    def _job_finished(self, instruction: JobFinished) -> None:
+        assert (self.accepted[instruction.job] == 1).all(), f"job {instruction.job} ended without some of its cells"
+        del self.shapes[instruction.job]
+        self.finished.append(instruction.job)
+
+    def _suspend_device(self, instruction: SuspendDevice) -> None:
+        self._forget(instruction.device)
+        self.suspended.add(instruction.device)
+
+    def _cancel_blocks(self, instruction: CancelBlocks) -> None:
+        pytest.fail("no time passes here: no block is overdue")
+
+    def _name_stragglers(self, instruction: NameStragglers) -> None:
+        pytest.fail("no time passes here: no device is late")
+
+    def _check_job(self, instruction: CheckJob) -> None:
+        pytest.fail("this dispatcher does not verify")
+
+    def _job_waits(self, instruction: JobWaits) -> None:
+        pass  # tests look into the log
+
+    def _blocks_lost(self, instruction: BlocksLost, at_ns: int, planned_ns: int) -> None:
+        pass
+
+    def _blocks_recovered(self, instruction: BlocksRecovered) -> None:
+        pass
+
+    # ---- what must be true
 
     def _look_at_new_blocks(self) -> None:
         new = []
@@ -301,7 +337,7 @@ class World:
                     new.append((job_id, job, block))
                 elif self.owner[job_id, block] != device:
                     full = 4 * job.shape.inner * (_outer(job, block, 0) + _outer(job, block, 1))
-                    assert job.down_bytes[block] == full, "a thief has nothing of what it needs"
+                    assert job.down_bytes[block] == full, "a device that takes over a block has none of its slabs"
                     self.thefts += 1
                 self.owner[job_id, block] = device
         self.charges.add(new)
@@ -313,7 +349,7 @@ class World:
         for side, operand in enumerate(self.kept[sent.job]):
             if sent.kept >> side & 1:
                 assert operand is not None
-                assert sent.chunk == inner, "a streamed block leaves nothing on its device"
+                assert sent.chunk == inner, "a streamed block keeps nothing on its device"
                 if operand in self.dispatcher._assignments.slabs.of:  # not forgotten since
                     size = 4 * inner * sent.box[3 + 2 * side]
                     self.slabs[device][operand] = max(size, self.slabs[device].get(operand, 0))
@@ -334,16 +370,8 @@ class World:
     def _queued_critical(self) -> dict[int, set[Key]]:
         return {index: set(record.critical) for index, record in enumerate(self.dispatcher._state.devices)}
 
-    def _no_deferred_before_critical(self, before: dict[int, set[Key]], instructions: list[Instruction]) -> None:
-        """A device that has critical blocks waiting all along is sent no deferred block."""
-        after = self._queued_critical()
-        for send in only(SendBlocks, instructions):
-            for device, job in zip(send.devices, send.jobs, strict=True):
-                if not self.critical[job]:
-                    assert not before.get(device, set()) & after[device], f"device {device}: deferred job {job} first"
-
     def _nothing_waits_in_vain(self) -> None:
-        """Whatever cell is not accepted yet is on its way or queued, as long as one able device lives."""
+        """Every cell not yet accepted is in flight or queued, as long as one able device lives."""
         for job, shape in self.shapes.items():
             if any(self.profiles[d].memory_bytes >= one_cell_bytes(shape) for d in self.alive):
                 cover = self.accepted[job].copy()
@@ -382,7 +410,7 @@ def random_shape(rng: random.Random) -> Shape:
 
 @dataclass(frozen=True)
 class Weight:
-    """An operand that several jobs have in common; who needs it needs it always as critically."""
+    """An operand that several jobs share; every use of it is of one kind, critical or deferred."""
 
     operand: int
     inner: int
@@ -392,7 +420,7 @@ class Weight:
 
 
 def random_group(world: World, weights: list[Weight], rng: random.Random) -> list[Submission]:
-    """Jobs that are ready at the same moment, some of them with weights that others have had before."""
+    """Jobs that are ready together, some of them with weights that earlier jobs had."""
     group = []
     for _ in range(rng.choice([1, 1, 2, 4])):
         shape, critical = random_shape(rng), rng.random() < 0.5
@@ -413,7 +441,7 @@ def random_group(world: World, weights: list[Weight], rng: random.Random) -> lis
 
 
 def random_answers(world: World, rng: random.Random) -> list[Answer]:
-    """Some that are due, in any order, and among them duplicates, late ones, and ones that nobody asked for."""
+    """Some due answers, in any order, among them duplicates, late ones and unsolicited ones."""
     flying = world.in_flight()
     answers = rng.sample(flying, rng.randint(0, min(len(flying), 6)))
     if answers and rng.random() < 0.3:
@@ -421,7 +449,7 @@ def random_answers(world: World, rng: random.Random) -> list[Answer]:
     answers += rng.choices(world.past, k=rng.randint(0, 2)) if world.past else []
     if rng.random() < 0.3:
         answers.append((rng.randint(-2, len(world.profiles) + 1), rng.randint(-1, 9), rng.randint(-1, 9)))
-    if flying and rng.random() < 0.2:  # a block that is under way, on another device than it says
+    if flying and rng.random() < 0.2:  # a block that is in flight on another device than the answer says
         answers.append((rng.randint(0, len(world.profiles) - 1), *rng.choice(flying)[1:]))
     rng.shuffle(answers)
     return answers
@@ -436,7 +464,7 @@ def life(seed: int) -> World:
 
 
 def live(seed: int, events: int = 80, reuse: bool = False) -> World:
-    """A life of so many events, after which all jobs are brought to their end."""
+    """A life of this number of events, after which all jobs are completed."""
     rng, world = random.Random(seed), World(reuse)
     weights: list[Weight] = []
     failures = rng.choice([0, 1, 6])
@@ -477,7 +505,7 @@ def life_with_few_numbers(seed: int) -> World:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_number_that_somebody_had_before_is_as_good_as_a_new_one(seed: int) -> None:
+def test_a_reused_number_is_as_good_as_a_new_one(seed: int) -> None:
     world = life_with_few_numbers(seed)
     assert len(world.finished) == len(set(world.finished)) == len(world.accepted)
     assert all((cells == 1).all() for cells in world.accepted.values())
@@ -494,7 +522,7 @@ def test_the_simulation_goes_everywhere() -> None:
     worlds = [life(seed) for seed in SEEDS]
     seen = Counter(type(instruction) for world in worlds for instruction in world.log)
     assert set(seen) == {SendBlocks, AcceptBlocks, JobFinished, JobWaits, SuspendDevice, BlocksLost, BlocksRecovered}
-    for world in worlds:  # every loss is repaired in the end, once
+    for world in worlds:  # every loss is repaired once
         lost = [i.loss for i in only(BlocksLost, world.log)]
         assert sorted(lost) == sorted(i.loss for i in only(BlocksRecovered, world.log))
     assert sum(world.dispatcher.stale for world in worlds) > 100
@@ -518,7 +546,7 @@ def quarters() -> Plan:
 
 
 def busy_world() -> World:
-    """Four devices of credit 2, and four jobs of a quarter each: every device has two blocks, and two in its queue."""
+    """Four devices of credit 2, and four jobs of a quarter each: every device has two blocks in flight, two queued."""
     world = World()
     world.join(*[COMMON] * 4)
     for _ in range(4):
@@ -566,7 +594,7 @@ def test_the_late_answer_of_a_lost_device_changes_nothing() -> None:
     assert state_of(world.dispatcher) == before
 
 
-def test_of_two_equal_answers_in_one_message_one_counts() -> None:
+def test_of_two_equal_answers_in_one_message_only_one_counts() -> None:
     world = busy_world()
     answer = world.in_flight()[0]
     instructions = world.answer(answer, answer)
@@ -590,7 +618,7 @@ def test_only_the_blocks_of_a_lost_device_are_cut_again() -> None:
     assert others <= set(world.in_flight())
 
 
-def test_a_device_that_left_twice_left_once() -> None:
+def test_a_device_that_leaves_twice_counts_once() -> None:
     world = busy_world()
     world.leave(1, 1)
     assert world.leave(1) == []
@@ -603,7 +631,7 @@ def test_a_device_that_keeps_failing_is_suspended_and_gets_nothing_more() -> Non
     while 0 not in world.suspended:
         answer = next(a for a in world.in_flight() if a[0] == 0)
         suspensions = only(SuspendDevice, world.fail(answer))
-    assert suspensions == [SuspendDevice(0, f"it failed {REFUSALS_ALLOWED + 1} blocks")]
+    assert suspensions == [SuspendDevice(0, f"it failed {NOW.refusals + 1} blocks")]
     world.submit(Shape(1, 64, 64, 64))
     world.finish_everything()
     assert not world.flying[0]
@@ -611,13 +639,13 @@ def test_a_device_that_keeps_failing_is_suspended_and_gets_nothing_more() -> Non
 
 def test_a_device_that_fails_many_blocks_at_once_gets_none_of_them_back() -> None:
     world = World()
-    world.join(replace(COMMON, credit_blocks=REFUSALS_ALLOWED + 1))
-    for _ in range(REFUSALS_ALLOWED + 1):
+    world.join(replace(COMMON, credit_blocks=NOW.refusals + 1))
+    for _ in range(NOW.refusals + 1):
         world.submit(Shape(1, 8, 8, 8))
     failing = world.in_flight()
-    assert len(failing) == REFUSALS_ALLOWED + 1
-    instructions = world.fail(*failing)  # the world refuses blocks for a device that is not there
-    assert SuspendDevice(0, f"it failed {REFUSALS_ALLOWED + 1} blocks") in instructions
+    assert len(failing) == NOW.refusals + 1
+    instructions = world.fail(*failing)  # the world refuses blocks for a device that is gone
+    assert SuspendDevice(0, f"it failed {NOW.refusals + 1} blocks") in instructions
     assert not only(SendBlocks, instructions)
 
 
@@ -642,7 +670,7 @@ def test_a_failed_block_goes_back_when_no_other_device_is_able() -> None:
 
 
 def test_a_lost_block_finds_the_one_able_device_among_many_idle_ones() -> None:
-    """The least busy devices are the ones that can do nothing."""
+    """The least busy devices are those that cannot take it."""
     world, shape = World(), Shape(1, 64, 64, 64)
     unable = replace(COMMON, memory_bytes=one_cell_bytes(shape) - 1)
     world.join(*[COMMON] * 4, *[unable] * 200)
@@ -678,7 +706,7 @@ def test_a_job_that_no_device_can_hold_says_so_and_waits_for_one_that_can() -> N
     world.finish_everything()
 
 
-def test_a_job_whose_last_device_left_is_resumed_where_it_stood() -> None:
+def test_a_job_whose_last_device_left_is_resumed_where_it_stopped() -> None:
     world = World()
     world.join(*[COMMON] * 3)
     world.submit(Shape(1, 64, 256, 64))
@@ -699,7 +727,7 @@ def test_a_loss_is_repaired_when_the_last_of_its_rectangles_is_done_again() -> N
     assert (lost.devices, lost.blocks) == ([1], 1)
     repairs = [answer for answer in world.in_flight() if answer[2] >= 4]
     assert repairs
-    world.leave(repairs[0][0])  # one of those who repair it is lost too
+    world.leave(repairs[0][0])  # one of the repairing devices is lost too
     answers = world.in_flight()
     recovered: list[int] = []
     while answers:
@@ -717,7 +745,7 @@ def checking() -> tuple[Dispatcher, list[Instruction]]:
     return dispatcher, dispatcher.handle(BlocksReturned([0, 1, 2, 3], [0] * 4, [0, 1, 2, 3]))
 
 
-def test_a_job_is_finished_when_it_was_checked() -> None:
+def test_a_job_is_finished_when_it_has_been_checked() -> None:
     dispatcher, instructions = checking()
     assert instructions == [AcceptBlocks([0, 1, 2, 3]), CheckJob(0)]
     dispatcher.check()
@@ -725,7 +753,7 @@ def test_a_job_is_finished_when_it_was_checked() -> None:
     assert not dispatcher._state.jobs
 
 
-def test_who_returned_a_wrong_block_is_suspended_and_the_block_is_done_again_by_others() -> None:
+def test_a_device_that_returned_a_wrong_block_is_suspended_and_others_compute_it_again() -> None:
     dispatcher, _ = checking()
     instructions = dispatcher.handle(JobChecked(0, [2]))
     dispatcher.check()
@@ -737,7 +765,7 @@ def test_who_returned_a_wrong_block_is_suspended_and_the_block_is_done_again_by_
     dispatcher.check()
 
 
-def test_if_everybody_was_wrong_the_job_waits_for_somebody_else() -> None:
+def test_if_all_devices_were_wrong_the_job_waits_for_another() -> None:
     dispatcher, _ = checking()
     instructions = dispatcher.handle(JobChecked(0, [0, 1, 2, 3]))
     assert JobWaits in {type(i) for i in instructions}
@@ -768,8 +796,8 @@ def test_a_newcomer_that_would_be_slower_takes_nothing() -> None:
 # ---- critical before deferred
 
 
-def one_block_jobs(world: World, *urgencies: bool) -> None:
-    for critical in urgencies:
+def one_block_jobs(world: World, *kinds: bool) -> None:
+    for critical in kinds:
         world.submit(Shape(1, 8, 8, 8), critical=critical)
 
 
@@ -793,7 +821,7 @@ def test_critical_jobs_go_before_deferred_ones_on_the_same_device() -> None:
 def test_critical_jobs_go_first_after_their_device_was_lost() -> None:
     world = World()
     world.join(replace(COMMON, credit_blocks=1))
-    one_block_jobs(world, False, False, True)  # the first is under way already
+    one_block_jobs(world, False, False, True)  # the first is in flight already
     world.leave(0)
     world.join(replace(COMMON, credit_blocks=1))
     assert order_of(world) == [2, 0, 1]
@@ -803,12 +831,12 @@ def test_critical_jobs_go_first_when_they_move_to_a_survivor() -> None:
     world = World()
     world.join(replace(COMMON, credit_blocks=1))
     one_block_jobs(world, False, True)
-    world.join(replace(COMMON, credit_blocks=1, up_bps=1.0))  # too slow to take anything while the other one lives
+    world.join(replace(COMMON, credit_blocks=1, up_bps=1.0))  # too slow to take a block while the other device lives
     world.leave(0)
     assert order_of(world) == [1, 0]
 
 
-# ---- what the caller must not do
+# ---- mistakes of the caller
 
 
 def test_a_job_cannot_be_submitted_twice() -> None:
@@ -823,7 +851,7 @@ def test_an_id_cannot_be_used_twice() -> None:
         world.dispatcher.handle(DevicesJoined(3, pack_profiles([COMMON])))
 
 
-def test_the_number_of_a_device_that_is_there_or_has_worked_is_not_free() -> None:
+def test_the_number_of_a_device_that_is_present_or_has_worked_is_not_free() -> None:
     world = World()
     world.join(COMMON, COMMON)
     world.submit(Shape(1, 4, 4, 4), given=plan_of([(0, 1, 0, 4, 0, 4)], [1]))
@@ -834,8 +862,8 @@ def test_the_number_of_a_device_that_is_there_or_has_worked_is_not_free() -> Non
             world.dispatcher.handle(DevicesJoined(2, pack_profiles([COMMON]), [taken]))
 
 
-def test_a_plan_that_was_made_for_somebody_else_with_that_number_is_not_used() -> None:
-    """The next one to have it may have little memory: a plan for the first would give it what it cannot hold."""
+def test_a_plan_made_for_an_earlier_device_with_that_number_is_not_used() -> None:
+    """The next device with the number may have little memory: the old plan would give it blocks that it cannot hold."""
     dispatcher, shape = Dispatcher(Planner()), Shape(1, 64, 16, 64)
     dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
     plan = Submission(0, Request(shape), critical=True)
@@ -849,7 +877,7 @@ def test_a_plan_that_was_made_for_somebody_else_with_that_number_is_not_used() -
         assert dispatcher._state.devices[1].in_flight_bytes <= memory_bytes
 
 
-def test_a_given_plan_is_used_as_it_is() -> None:
+def test_a_given_plan_is_used_unchanged() -> None:
     world = World()
     world.join(*[COMMON] * 3)
     given = plan_of([(0, 1, 0, 4, 0, 3), (0, 1, 0, 4, 3, 5)], [2, 0])
@@ -884,18 +912,17 @@ def test_jobs_submitted_together_are_planned_together_and_the_critical_ones_firs
             asked.append([request.shape for request in Question.of(requests).requests])
             return super().plan(requests, *rest)
 
-    world = World()
-    world.dispatcher = Dispatcher(Watched())
+    world = World(planner=Watched())
     world.join(*[COMMON] * 3)
     shapes = [Shape(1, 8, 8, 8 + i) for i in range(4)]
-    urgencies = [False, True, False, True]
-    group = [world.submission(shape, critical=critical) for shape, critical in zip(shapes, urgencies, strict=True)]
+    kinds = [False, True, False, True]
+    group = [world.submission(shape, critical=critical) for shape, critical in zip(shapes, kinds, strict=True)]
     world.submit_together(*group)
     assert asked == [[shapes[1], shapes[3], shapes[0], shapes[2]]]
     world.finish_everything()
 
 
-def test_of_a_group_the_jobs_that_are_possible_go_on() -> None:
+def test_the_possible_jobs_of_a_group_continue() -> None:
     world, possible, impossible = World(), Shape(1, 4, 4, 4), Shape(1, 4, 400, 4)
     world.join(replace(COMMON, memory_bytes=one_cell_bytes(possible)))
     instructions = world.submit_together(*(world.submission(s) for s in (impossible, possible, impossible)))
@@ -921,7 +948,7 @@ def halves() -> Plan:
 
 
 def charged(world: World, *, given: Plan | None = None, kept: Kept = (None, WEIGHT), inner: int = INNER) -> list[int]:
-    """Submit a job, bring it to its end; what its blocks were charged."""
+    """Submit a job and complete it; returns the charges of its blocks."""
     world.submit(Shape(1, ROWS, inner, COLUMNS), given=given or halves(), kept=kept)
     job = world.dispatcher._state.jobs[len(world.accepted) - 1]
     down_bytes = list(job.down_bytes)
@@ -952,7 +979,7 @@ def test_either_side_can_be_kept_and_both() -> None:
     assert charged(world, kept=(1, 2)) == [0] * 2
 
 
-def test_an_operand_that_nobody_keeps_is_charged_every_time() -> None:
+def test_an_operand_that_is_not_kept_is_charged_every_time() -> None:
     world = two_devices()
     for _ in range(3):
         assert charged(world, kept=(None, None)) == [LEFT_BYTES + RIGHT_BYTES] * 2
@@ -972,7 +999,7 @@ def test_forgetting_one_operand_leaves_the_others() -> None:
     assert charged(world, kept=(1, 2)) == [RIGHT_BYTES] * 2
 
 
-def test_a_part_of_a_kept_slab_costs_nothing_and_what_reaches_beyond_it_is_charged_whole() -> None:
+def test_a_part_of_a_kept_slab_costs_nothing_and_a_slab_beyond_it_is_charged_whole() -> None:
     world = two_devices()
     narrow = [(0, 1, 0, ROWS, 0, 16), (0, 1, 0, ROWS, 16, 32)]
     assert charged(world, given=plan_of(narrow, [0, 1])) == [4 * INNER * (ROWS + 16), 4 * INNER * (ROWS + 32)]
@@ -991,7 +1018,7 @@ def test_products_of_a_batch_keep_nothing() -> None:
     assert world.dispatcher._state.devices[0].kept_bytes == 0
 
 
-def test_a_device_that_joins_later_has_nothing_of_what_the_others_keep() -> None:
+def test_a_device_that_joins_later_has_no_kept_slabs() -> None:
     world = two_devices()
     charged(world)
     world.leave(1)
@@ -1011,7 +1038,7 @@ def test_a_device_keeps_no_more_than_half_its_memory_and_is_charged_for_the_rest
     again = [charged(world, kept=(None, operand))[0] for operand in range(4)]
     assert again == [LEFT_BYTES] * kept + [LEFT_BYTES + RIGHT_BYTES] * (4 - kept)
     assert world.dispatcher._state.devices[0].kept_bytes == kept * RIGHT_BYTES
-    world.forget(0)  # its room is given to the next one
+    world.forget(0)  # its room goes to the next operand
     assert charged(world, kept=(None, 3))[0] == LEFT_BYTES + RIGHT_BYTES
     assert charged(world, kept=(None, 3))[0] == LEFT_BYTES
 
@@ -1026,13 +1053,13 @@ def test_blocks_in_flight_and_kept_slabs_fit_the_memory_together() -> None:
     charged(world)
     world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
     world.submit(Shape(1, ROWS, INNER, COLUMNS), given=halves())
-    assert [len(world.flying[d]) for d in (0, 1)] == [1, 1]  # a slab lies where the second one would
+    assert [len(world.flying[d]) for d in (0, 1)] == [1, 1]  # a kept slab takes the room of the second block
     world.forget(WEIGHT)
     world.finish_everything()
     assert [record.kept_bytes for record in world.dispatcher._state.devices] == [0, 0]
 
 
-def test_a_streamed_block_is_charged_in_full_and_leaves_nothing() -> None:
+def test_a_streamed_block_is_charged_in_full_and_keeps_nothing() -> None:
     world, shape = World(), Shape(1, ROWS, 4000, COLUMNS)
     world.join(replace(COMMON, memory_bytes=1_000_000))
     given = plan_of([(0, 1, 0, ROWS, 0, COLUMNS)], [0])
@@ -1066,11 +1093,11 @@ def test_a_stolen_block_is_streamed_if_the_thief_has_less_memory() -> None:
     world.join(replace(COMMON, latency_s=0.0, memory_bytes=100_000))
     job = world.dispatcher._state.jobs[2]
     assert job.device == [1]
-    assert 0 < job.chunk[0] < shape.inner  # and check() has seen that it fits
+    assert 0 < job.chunk[0] < shape.inner  # check() has verified that it fits
 
 
 def test_a_block_of_a_kept_slab_is_not_stolen() -> None:
-    """Its owner has the slab, or will have it; a thief would have to bring it."""
+    """Its owner has the slab, or will have it; another device would have to download it."""
     world = World()
     world.join(replace(COMMON, credit_blocks=1, latency_s=0.0))
     for _ in range(3):

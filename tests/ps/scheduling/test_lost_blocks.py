@@ -1,5 +1,5 @@
-"""Promises about lost rectangles in the dispatcher (ps.scheduling.assignments): they overtake what waits, and an
-idle device takes what waits for another, where that is sooner."""
+"""Promises about lost rectangles in the dispatcher (ps.scheduling.assignments): they overtake waiting blocks, and an
+idle device takes blocks that wait for another, if that is sooner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMON = Profile(1e12, 0.0, 1e7, 1e7, 0.0, 1 << 40, 1)
 
 
 def columns_of(dispatcher: Dispatcher, each: list[int]) -> None:
-    """One product, in equal columns of a block: so many for each device."""
+    """One product, in equal columns of one block: this number for each device."""
     owner = np.repeat(np.arange(len(each)), each)
     boxes = np.array([(0, 1, 0, 50, 50 * i, 50) for i in range(len(owner))])
     shape = Shape(1, 50, 50, 50 * len(owner))
@@ -28,7 +28,7 @@ def columns_of(dispatcher: Dispatcher, each: list[int]) -> None:
     dispatcher.check()
 
 
-def test_lost_pieces_go_out_before_what_waits() -> None:
+def test_lost_blocks_go_out_before_waiting_ones() -> None:
     dispatcher = Dispatcher(Planner())
     dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
     columns_of(dispatcher, [3, 3])  # one block of each is sent, two wait
@@ -46,8 +46,8 @@ def test_lost_pieces_go_out_before_what_waits() -> None:
     assert order == [*pieces, 1, 2]
 
 
-def test_an_idle_device_takes_nothing_that_its_owner_returns_sooner() -> None:
-    """The owner downloads the last block while it uploads another; one after the other it would take it longer."""
+def test_an_idle_device_takes_no_block_that_its_owner_returns_sooner() -> None:
+    """The owner downloads the last block while it uploads another; one after the other would take longer."""
     slow = Profile(1e12, 0.0, 3.75e6, 3.75e6, 0.0, 1 << 40, 2)
     owner = Profile(1e12, 0.0, 1e7, 1e7, 0.0, 1 << 40, 2)
     dispatcher = Dispatcher(Planner())
@@ -60,16 +60,16 @@ def test_an_idle_device_takes_nothing_that_its_owner_returns_sooner() -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 16384, 2560, 5120), Shape(320, 512, 64, 512)])
-def test_what_is_held_back_costs_nothing(shape: Shape) -> None:
-    """Long blocks are sent only when they are needed, so that lost ones can overtake them; this delays no device."""
+def test_holding_blocks_back_costs_nothing(shape: Shape) -> None:
+    """Long blocks are sent only when needed, so that lost ones can overtake them; this delays no device."""
     profiles, planner = fleet_profiles("paper", 12, seed=1), Planner()
     product = Product(shape, profiles, planner)
     (plan,) = planner.plan([Request(shape)], profiles, np.arange(len(profiles)))
-    assert len(product.cells) < len(plan.boxes), "something is held back"
+    assert len(product.cells) < len(plan.boxes), "a block is held back"
     assert product.run() <= 1.001 * plan.makespan_s
 
 
-def test_an_idle_device_takes_all_that_waits_for_one_that_does_not_answer() -> None:
+def test_an_idle_device_takes_all_blocks_waiting_for_one_that_does_not_answer() -> None:
     dispatcher = Dispatcher(Planner())
     dispatcher.handle(DevicesJoined(0, pack_profiles([COMMON] * 2)))
     columns_of(dispatcher, [4, 1])  # one block of each is sent, three wait for the first device

@@ -1,8 +1,8 @@
-"""A device's memory: pieces are given back as soon as no block needs them, slabs of weights stay as long as they are
-worth it, and a device that lends 64 MB computes blocks of any length within 64 MB.
+"""A device's memory: pieces are released as soon as no block needs them, slabs of weights stay as long as keeping them
+pays, and a device that lends 64 MB computes blocks of any length within 64 MB.
 
-Real servers and sockets. Where a test must see what a device holds it plays the device itself, with the agent's own
-operands; where memory itself is at stake the device is a real process that the kernel allows no more."""
+Real servers and sockets. A test that must see what a device holds plays the device itself, with the agent's own
+operands; a test of memory use runs a real process under a limit of the kernel."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FAST = (
 
 
 class Multiplication:
-    """A product on its way through a server."""
+    """A product that a server computes."""
 
     def __init__(self, server: Server, left: Operand, right: Operand, plan: Plan | None = None) -> None:
         self._server, self._left, self._right = server, left, right
@@ -78,11 +78,11 @@ def plan_of(boxes: Sequence[tuple[int, ...]], devices: list[int], fresh: list[tu
 
 
 class Puppet:
-    """A device whose every move is the test's."""
+    """A device that does exactly what the test says."""
 
     def __init__(self, server: Server, credit: int, devices: int = 1, memory_bytes: int = 2**40) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # as an agent: what it does not ask for stays on the way
+        # like an agent: messages that it does not ask for stay in the network
         self._socket = line_to(server, self._context, of_the_run=devices > 1, receive_ahead=1)
         self.operands = Operands()
         profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, memory_bytes, credit)
@@ -93,7 +93,7 @@ class Puppet:
         self._socket.send_multipart([bytes(frame) for frame in encode(message)])
 
     def receive(self) -> Message:
-        assert self._socket.poll(int(1000 * LIMIT_S)), "the server does not speak"
+        assert self._socket.poll(int(1000 * LIMIT_S)), "the server sends nothing"
         return decode(self._socket.recv_multipart())
 
     def work(self) -> Work:
@@ -115,7 +115,7 @@ class Puppet:
         while not product.done.is_set():
             if len(blocks := self.work().blocks):
                 self.answer(*blocks.tolist())
-                product.done.wait(0.2)  # the last answer ends it; otherwise more work comes
+                product.done.wait(0.2)  # the last answer ends the product; otherwise more work comes
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -133,15 +133,15 @@ def puppet_at(nothing_left_behind: None) -> Iterator[Any]:
         yield join
 
 
-# ---- room is given back
+# ---- released pieces
 
-STRIP = [(0, 1, 0, 16, 8 * i, 8) for i in range(4)]  # all rows, and another eight columns each time
+STRIP = [(0, 1, 0, 16, 8 * i, 8) for i in range(4)]  # all rows, eight other columns each
 STRIP_FRESH = [(1, 1), (0, 1), (0, 1), (0, 1)]
 STRIP_BYTES = 4 * 24 * (16 + 32)  # over an inner length of 24
 
 
 @pytest.mark.slow
-def test_blocks_that_were_decided_on_together_come_in_order_with_one_stamp_in_however_many_messages(
+def test_blocks_assigned_together_arrive_in_order_with_one_stamp_in_any_number_of_messages(
     serve: Serve, puppet_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ps.transport.peers.BUNDLE_S", 0.0)  # one message per block
@@ -173,15 +173,17 @@ def test_a_piece_is_released_as_soon_as_no_block_needs_it(
     )
     messages = [puppet.work()] if bundle_s else [puppet.work(), puppet.work()]
     one, two = (row for message in messages for row in message.blocks.tolist())
-    assert sum(len(message.pieces) for message in messages) == 3  # the rows, and the columns of each block
+    # the rows once, and the columns of each block; columns that touch are one piece of a message
+    assert sum(len(message.pieces) for message in messages) == (2 if bundle_s else 3)
     puppet.answer(one)
     third = puppet.work()
-    assert third.released.tolist() == [one[4]]  # its columns; the second block needs the rows, too
+    # its columns, unless the second block has them too; that one still needs the rows
+    assert third.released.tolist() == ([] if bundle_s else [one[4]])
     puppet.answer(two)
     fourth = puppet.work()
     assert fourth.released.tolist() == [two[4]]
     (last,) = fourth.blocks.tolist()
-    assert last[3] == one[3], "the rows are still there"
+    assert last[3] == one[3], "the rows are kept"
     (before,) = third.blocks.tolist()
     puppet.answer(before, last)
     end = puppet.work()
@@ -193,7 +195,7 @@ def test_a_piece_is_released_as_soon_as_no_block_needs_it(
 
 
 def test_a_strip_travels_once(serve: Serve, puppet_at: Any) -> None:
-    """What is charged once is sent once. The planner makes no more strips than the device has credit."""
+    """Bytes that the plan charges once are sent once. The planner makes no more strips than the device has credit."""
     server = serve(heartbeat_s=0.2)
     puppet: Puppet = puppet_at(server, credit=4)
     product = Multiplication(
@@ -216,10 +218,10 @@ def test_many_products_leave_nothing_on_a_device(serve: Serve, puppet_at: Any, u
         puppet.serve(product)
         product.check()
     while puppet.operands.bytes:
-        assert len(puppet.work().released), "something stays, and no release comes"
+        assert len(puppet.work().released), "a piece stays, and no release comes"
 
 
-# ---- slabs that stay
+# ---- kept slabs
 
 
 @pytest.mark.parametrize("devices", [1, 3], ids=["phone", "pod"])
@@ -240,9 +242,9 @@ def test_a_kept_slab_travels_once_and_is_dropped_when_it_is_forgotten(
         sent.append(server.totals.sent_bytes - before)
     left_bytes, weight_bytes = 4 * 24 * 16 * devices, 4 * 24 * 48
     assert sent == [left_bytes + weight_bytes, left_bytes]
-    assert server.totals.operand_bytes == 2 * left_bytes + devices * weight_bytes  # every device has its own
+    assert server.totals.operand_bytes == 2 * left_bytes + devices * weight_bytes  # every device has its own copy
     while puppet.operands.bytes > weight_bytes:
-        assert len(puppet.work().released), "something stays, and no release comes"
+        assert len(puppet.work().released), "a piece stays, and no release comes"
     assert puppet.operands.bytes == weight_bytes
     server.forget([weight])
     assert len(puppet.work().released) == 1
@@ -275,7 +277,7 @@ LENT = 64_000_000
 
 @cache
 def gradient_operands(layout: str) -> tuple[Operand, Operand]:
-    """As they lie in a training step, tokens first; or the other way round."""
+    """In the layout of a training step, tokens first; or transposed."""
     left, right = numbers(INNER, SIDE, seed=1), numbers(INNER, SIDE, seed=2)
     if layout == "inner major":
         return Operand(left.T[None]), Operand(right.T[None])
@@ -283,7 +285,7 @@ def gradient_operands(layout: str) -> tuple[Operand, Operand]:
 
 
 def agents(start: Start, server: Server, count: int, *options: str) -> list[Program]:
-    """So many, all joined, in the order of their ids."""
+    """Starts this number of agents and waits until all have joined, in the order of their ids."""
     programs = []
     for _ in range(count):
         there = server.devices
@@ -294,7 +296,7 @@ def agents(start: Start, server: Server, count: int, *options: str) -> list[Prog
 
 
 def allow(agent: Program, more_bytes: int) -> None:
-    """From now on the kernel gives this process no more than so much beyond what it has, being idle."""
+    """From now on the kernel grants this process at most this much beyond its idle memory."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{agent.pid}/status").read_text().splitlines())
     limit = 1024 * int(status["VmData"].split()[0]) + more_bytes
     resource.prlimit(agent.pid, resource.RLIMIT_DATA, (limit, limit))
@@ -312,13 +314,13 @@ def test_an_agent_that_lends_64_mb_computes_a_long_block_within_64_mb(start: Sta
     assert server.totals.lost_devices == 0
     assert agent.running
     columns = server.records.columns()
-    assert columns["rows"].max() == columns["columns"].max() == SIDE  # it was not cut: it came in chunks
+    assert columns["rows"].max() == columns["columns"].max() == SIDE  # the block was not cut: it came in chunks
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process that runs")
-def test_the_limit_bites_and_what_one_device_cannot_hold_another_one_does(start: Start, serve: Serve) -> None:
-    """The same block under the same limit, on an agent that promises more than it has."""
+def test_the_memory_limit_takes_effect_and_another_device_computes_the_block(start: Start, serve: Serve) -> None:
+    """The same block under the same limit, on an agent that claims more memory than it has."""
     server = serve()
     noticed: list[str] = []
     server.notice = noticed.append
@@ -344,9 +346,9 @@ def test_an_emulated_device_of_64_mb_computes_the_same_block(start: Start, serve
     assert columns["rows"].max() == columns["columns"].max() == SIDE
 
 
-# ---- what may happen between two chunks
+# ---- events between two chunks
 
-LONG = (64, 131_072, 64)  # rows, inner, columns: 67 MB, more than lies in the sockets between two processes
+LONG = (64, 131_072, 64)  # rows, inner, columns: 67 MB, more than the sockets between two processes buffer
 LITTLE = 200_000
 
 
@@ -371,16 +373,16 @@ def test_a_device_that_gives_up_between_two_chunks_loses_the_block_to_another(
     assert row[13] > 100
     puppet.send(Result(np.array([(0, row[1], row[2], FAILED, 0, 0.0, 0)], ANSWER), b""))
     while not product.done.wait(0.01):
-        puppet.send(Heartbeat())  # it lives, and reads no more
+        puppet.send(Heartbeat())  # alive, but reads no more
     product.check()
     assert set(server.records.columns()["device"].tolist()) == {1}
 
 
 @pytest.mark.slow
-def test_a_connection_that_breaks_between_two_chunks_is_noticed_when_it_is_spoken_to(
+def test_a_connection_that_breaks_between_two_chunks_is_noticed_at_the_next_send(
     start: Start, serve: Serve, puppet_at: Any
 ) -> None:
-    """Not by its silence, which would take minutes here."""
+    """Not through its silence, which would take minutes here."""
     server = serve(heartbeat_s=30.0)
     noticed: list[str] = []
     server.notice = noticed.append
@@ -389,7 +391,7 @@ def test_a_connection_that_breaks_between_two_chunks_is_noticed_when_it_is_spoke
     product = Multiplication(server, *long_operands(), whole_for(0))
     puppet.work()
     meanwhile = Operand(numbers(1, 8, 8)), Operand(numbers(1, 8, 8))
-    Multiplication(server, *meanwhile, plan_of([(0, 1, 0, 8, 0, 8)], [1])).check()  # all others go on
+    Multiplication(server, *meanwhile, plan_of([(0, 1, 0, 8, 0, 8)], [1])).check()  # the others continue
     puppet.close()
     product.check(limit_s=20.0)
     assert noticed == ["lost puppet (its connection is gone): their blocks go to the others"]
@@ -411,8 +413,8 @@ class Failing:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_block_whose_chunk_fails_is_answered_once_and_leaves_nothing(at: int) -> None:
-    """Block 0 in four chunks, one of which fails; block 1, which comes after it, does not suffer."""
+def test_a_block_whose_chunk_fails_is_answered_once_and_leaves_nothing_behind(at: int) -> None:
+    """Block 0 comes in four chunks, one of which fails; block 1, which comes after it, is not affected."""
     ids, operands = iter(range(100)), Operands()
     factors = Operand(numbers(1, 6, 40)), Operand(numbers(1, 5, 40))
     rows: list[BlockRow] = []
@@ -457,7 +459,7 @@ def test_a_streamed_block_of_an_emulated_device_is_due_no_sooner_than_the_cost_m
     assert chunks > 10
     (expected_s,) = block_seconds(pack_profiles([profile]), 1, LONG[0], inner, LONG[2], None, chunks).tolist()
     columns = server.records.columns()
-    assert len(columns["block"]) == 1  # one answer, however many chunks
+    assert len(columns["block"]) == 1  # one answer for any number of chunks
     assert columns["due_s"][0] - columns["sent_s"][0] >= expected_s - 0.002  # the last chunk is a little shorter
     flops = 2.0 * LONG[0] * inner * LONG[2]
     assert columns["compute_s"][0] == pytest.approx(chunks * 0.001 + flops / 2e9, rel=1e-4)

@@ -1,5 +1,5 @@
-"""Promises of ps.transport.operands and agent.compute.pieces: whatever blocks a connection is given, in whatever
-pieces their operands travel, the other side multiplies the right numbers."""
+"""Promises of ps.transport.operands and agent.compute.pieces: whatever blocks a connection gets, and in whatever pieces
+their operands travel, the device multiplies the right numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agent.compute.pieces import BlockRow, Operands
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
 from ps.planning.plans import Shape
-from ps.planning.weighted_grid import grid_plan
+from ps.planning.sharing import grid_plan
 from ps.transport.operands import MESSAGE_PIECES, Array, Held, Operand, Parcel, parcels, streamed
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
@@ -30,7 +30,7 @@ Box = tuple[int, int, int, int, int, int]  # batch, batches, row, rows, column, 
 
 
 class Line:
-    """A connection: what the server knows that the other side holds, and what the other side really holds."""
+    """A connection: the server's record of what the device holds, and what the device really holds."""
 
     def __init__(self, shared: bool = True, message_bytes: int | None = None) -> None:
         self.receiver = Operands()
@@ -40,7 +40,7 @@ class Line:
         self.parcels: list[Parcel] = []
 
     def send(self, job: int, operands: tuple[Operand, Operand], boxes: Sequence[Box], blocks: Sequence[int]) -> None:
-        """Bring these blocks over, and check what the other side makes of each."""
+        """Send these blocks, and check the device's result for each."""
         devices, down_bytes = np.arange(len(boxes)) % 3, 1000 + np.arange(len(boxes))
         held = self._held.setdefault(job, (Held(), Held()))
         arrived: list[tuple[int, int, int]] = []
@@ -58,7 +58,7 @@ class Line:
         ):
             for row in self.bring(parcel):
                 assert row[1] == job
-                assert row[12:14] == (0, 1), "it comes whole"
+                assert row[12:14] == (0, 1), "the block comes whole"
                 arrived.append((row[0], row[2], row[14]))
                 product = self.receiver.product(row, NumpyKernel())
                 assert product is not None
@@ -95,7 +95,7 @@ def transmit(work: Work) -> Work:
 
 # ---- products, and ways to tile them
 
-# The same shape lying differently in memory. Values are small integers: products are exact, so == may be used.
+# The same shape in different memory layouts. Values are small integers: products are exact, so == may be used.
 LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "row-major": np.ascontiguousarray,
     "transposed": lambda x: np.ascontiguousarray(x.transpose(0, 2, 1)).transpose(0, 2, 1),
@@ -110,7 +110,7 @@ layouts = st.sampled_from(sorted(LAYOUTS))
 
 
 def operand(shape: tuple[int, int, int], layout: str) -> Operand:
-    """Every value is another one, as far as the layout allows."""
+    """All values differ, as far as the layout allows."""
     return Operand(LAYOUTS[layout](np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)))
 
 
@@ -126,7 +126,7 @@ shapes = st.builds(Shape, st.integers(1, 4), st.integers(1, 12), st.integers(1, 
 
 @st.composite
 def halves(draw: st.DrawFn, box: Box) -> tuple[Box, Box] | None:
-    """The box cut in two anywhere along any axis; None if it is one cell."""
+    """The box cut in two at any place along any axis; None if it is one cell."""
     axes = [axis for axis in (0, 2, 4) if box[axis + 1] > 1]
     if not axes:
         return None
@@ -167,15 +167,15 @@ def grids(draw: st.DrawFn, shape: Shape) -> list[Box]:
 
 @st.composite
 def planned(draw: st.DrawFn, shape: Shape) -> list[Box]:
-    """What the planner makes of it for some fleet."""
+    """The planner's blocks for some fleet."""
     speeds = draw(st.lists(st.sampled_from([1e6, 3e6, 1e7, 1e9]), min_size=1, max_size=12))
     fleet = pack_profiles([Profile(flops, 1e-4, 1e7, 1e6, 0.0, 1 << 30, 2) for flops in speeds])
-    return [tuple(box) for box in grid_plan(shape, fleet, np.zeros(len(fleet))).boxes.tolist()]
+    return [tuple(box) for box in grid_plan(shape, fleet).boxes.tolist()]
 
 
 @st.composite
 def in_calls(draw: st.DrawFn, boxes: list[Box], max_calls: int = 4) -> list[list[int]]:
-    """The boxes' numbers in any order, divided over several calls; some boxes may go to somebody else."""
+    """The boxes' numbers in any order, divided over several calls; some boxes may go to another device."""
     order = draw(st.permutations(range(len(boxes))))[: draw(st.integers(1, len(boxes)))]
     calls: list[list[int]] = [[] for _ in range(max_calls)]
     for number in order:
@@ -190,7 +190,7 @@ def in_calls(draw: st.DrawFn, boxes: list[Box], max_calls: int = 4) -> list[list
 @settings(calm, max_examples=150)
 @given(data=st.data())
 def test_every_block_is_multiplied_from_its_own_operands(data: st.DataObject) -> None:
-    """Any product, layout, tiling and order of sending; some blocks are cut again afterwards and sent anew."""
+    """Any product, layout, tiling and order of sending; some blocks are cut again afterwards and sent again."""
     shape = data.draw(shapes)
     operands = operands_of(shape, data.draw(layouts), data.draw(layouts))
     boxes = data.draw(any_tiling(shape))
@@ -227,15 +227,15 @@ def test_a_thousand_scattered_blocks_fit_the_frames_of_the_protocol() -> None:
     shape = Shape(1, 2000, 2, 2000)
     boxes = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(1000)]
     line = Line()
-    line.send(0, operands_of(shape), boxes, range(1000))  # would be refused by the other side
+    line.send(0, operands_of(shape), boxes, range(1000))  # fails if the device refuses it
     assert max(len(parcel.pieces) for parcel in line.parcels) == MESSAGE_PIECES
 
 
-def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
+def test_operands_are_split_so_that_a_device_computes_while_the_rest_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = Shape(1, 80, 4, 80)
-    boxes = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(40)]  # nothing in common: each brings 2 x 4 values
+    boxes = [(0, 1, 2 * i, 1, 2 * i, 1) for i in range(40)]  # no shared operands: each block brings 2 x 4 values
     monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 5 * 32)
     line = Line()
     line.send(0, operands_of(shape), boxes, range(40))
@@ -247,20 +247,20 @@ def test_operands_are_divided_so_that_a_device_computes_while_the_rest_arrives(
 def test_a_device_on_a_slow_line_gets_the_strips_of_a_rectangle_one_by_one_and_their_slab_once() -> None:
     shape = Shape(1, 80, 4, 30)
     strips = [(0, 1, row, 20, 0, 30) for row in range(0, 80, 20)]
-    line = Line(shared=False, message_bytes=1000)  # each of them counts as a little more
+    line = Line(shared=False, message_bytes=1000)  # each strip counts as a little more
     line.send(0, operands_of(shape), strips, range(4))
     assert [len(parcel.blocks) for parcel in line.parcels] == [1, 1, 1, 1]
     sizes = [sum(d.nbytes for d in parcel.data) for parcel in line.parcels]
     assert sizes == [16 * (20 + 30), 16 * 20, 16 * 20, 16 * 20]
 
 
-def test_blocks_for_one_device_share_a_message_up_to_what_its_line_carries_and_no_piece_has_two_slabs() -> None:
+def test_blocks_for_one_device_share_a_message_up_to_what_its_line_carries_and_slabs_that_touch_a_piece() -> None:
     shape = Shape(1, 80, 40, 30)
     strips = [(0, 1, row, 20, 0, 30) for row in range(0, 80, 20)]
-    line = Line(shared=False, message_bytes=2500)  # each of them counts as a little more than 1000
+    line = Line(shared=False, message_bytes=2500)  # each block counts as a little more than 1000
     line.send(0, operands_of(shape), strips, range(4))
     assert [len(parcel.blocks) for parcel in line.parcels] == [2, 2]
-    assert [parcel.pieces["outer"].tolist() for parcel in line.parcels] == [[20, 20, 30], [20, 20]]
+    assert [parcel.pieces["outer"].tolist() for parcel in line.parcels] == [[40, 30], [40]]
 
 
 # ---- nothing travels twice
@@ -277,7 +277,7 @@ def needed_bytes(shape: Shape, boxes: Sequence[Box]) -> int:
 
 @settings(calm, max_examples=80)
 @given(data=st.data())
-def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st.DataObject) -> None:
+def test_a_grid_sends_no_cell_twice_and_none_needlessly_in_any_number_of_calls(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     boxes = data.draw(grids(shape))
     line, sent = Line(), []
@@ -290,7 +290,7 @@ def test_a_grid_sends_no_cell_twice_and_none_in_vain_however_many_calls(data: st
 @pytest.mark.slow
 @settings(calm, max_examples=80)
 @given(data=st.data())
-def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataObject) -> None:
+def test_a_plan_sends_no_cell_twice_and_none_needlessly_in_one_call(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     boxes = data.draw(planned(shape))
     (call,) = data.draw(in_calls(boxes, max_calls=1))
@@ -303,7 +303,7 @@ def test_a_plan_sends_no_cell_twice_and_none_in_vain_in_one_call(data: st.DataOb
 @settings(calm, max_examples=80)
 @given(data=st.data())
 def test_a_plan_in_several_calls_sends_at_most_what_each_call_needs(data: st.DataObject) -> None:
-    """A pod's devices are served one by one as they become free; a block across held pieces brings its range anew."""
+    """A pod's devices are served one by one as they become free; a block across held pieces sends its range again."""
     shape = data.draw(shapes)
     boxes = data.draw(planned(shape))
     line, sent, at_most = Line(), [], 0
@@ -322,12 +322,12 @@ def test_a_block_sent_again_brings_no_operands() -> None:
 
 
 @pytest.mark.parametrize("layout", ["row-major", "transposed"])
-def test_an_operand_leaves_from_where_it_lies(layout: str) -> None:
+def test_an_operand_is_sent_without_a_copy(layout: str) -> None:
     factor = operand((1, 6, 4), layout)
     assert np.shares_memory(factor.piece((0, 1, 0, 6)), factor.array)
 
 
-def test_a_slab_that_must_be_packed_is_packed_once() -> None:
+def test_a_slab_that_needs_packing_is_packed_once() -> None:
     factor = operand((2, 6, 4), "strided")
     piece = factor.piece((0, 2, 1, 4))
     assert piece.flags.c_contiguous
@@ -362,7 +362,7 @@ def test_releasing_every_job_frees_every_byte_and_disturbs_no_other_job(data: st
     assert line.receiver.bytes == 0
 
 
-def test_releasing_a_piece_that_is_not_there_changes_nothing() -> None:
+def test_releasing_an_unknown_piece_changes_nothing() -> None:
     line = Line()
     shape = Shape(1, 2, 2, 2)
     line.send(1, operands_of(shape), [whole(shape)], [0])
@@ -378,7 +378,7 @@ def test_a_piece_is_released_alone() -> None:
     assert line.receiver.bytes == 4 * 3 * 4
 
 
-def test_a_block_whose_pieces_were_dropped_while_it_waited_is_told_apart() -> None:
+def test_a_block_whose_pieces_were_dropped_while_it_waited_is_recognised() -> None:
     line, shape = Line(), Shape(1, 6, 3, 4)
     line.send(0, operands_of(shape), [whole(shape)], [0])
     line.release(0)
@@ -386,7 +386,7 @@ def test_a_block_whose_pieces_were_dropped_while_it_waited_is_told_apart() -> No
         line.receiver.product(line.parcels[0].blocks.tolist()[0], NumpyKernel())
 
 
-def test_a_block_that_is_not_wanted_leaves_its_pieces_to_the_others() -> None:
+def test_a_cancelled_block_leaves_its_pieces_to_the_others() -> None:
     line, shape = Line(), Shape(1, 6, 3, 4)
     line.send(0, operands_of(shape), [whole(shape)], [0])
     line.receiver.skip(line.parcels[0].blocks.tolist()[0])
@@ -405,7 +405,7 @@ def assert_empty(receiver: Operands) -> None:
 
 @st.composite
 def long_products(draw: st.DrawFn) -> tuple[Shape, Box, int]:
-    """A product, a rectangle of it, and how much of the inner dimension comes at a time: never all of it."""
+    """A product, a rectangle of it, and the inner length of a chunk: never all of it."""
     shape = draw(st.builds(Shape, st.integers(1, 3), st.integers(1, 8), st.integers(2, 40), st.integers(1, 8)))
     box = draw(st.sampled_from(draw(any_tiling(shape))))
     return shape, box, draw(st.integers(1, shape.inner - 1))
@@ -417,7 +417,7 @@ def long_products(draw: st.DrawFn) -> tuple[Shape, Box, int]:
 def test_a_block_in_chunks_is_the_block_in_one_piece(
     product: tuple[Shape, Box, int], left: str, right: str, kernel: Kernel
 ) -> None:
-    """Values are not small integers here: chunks are added up in float32, in another order than one product is."""
+    """Values are not small integers here: chunks are added up in float32, in another order than within one product."""
     shape, box, length = product
     rng = np.random.default_rng(0)
     operands = (
@@ -429,9 +429,9 @@ def test_a_block_in_chunks_is_the_block_in_one_piece(
         (row,) = line.bring(parcel)
         assert row[:3] == (2, 7, 3)
         assert row[14] == sum(d.nbytes for d in parcel.data)
-        assert line.receiver.bytes == sum(d.nbytes for d in parcel.data), "an earlier chunk is still there"
+        assert line.receiver.bytes == sum(d.nbytes for d in parcel.data), "an earlier chunk was kept"
         results.append(line.receiver.product(row, kernel))
-        assert line.receiver.bytes == 0, "a chunk stays after its use"
+        assert line.receiver.bytes == 0, "a chunk is kept after its use"
     *before, last = results
     assert len(results) == -(-shape.inner // length)
     assert before == [None] * len(before), "an answer before the last chunk"
@@ -453,8 +453,8 @@ def test_chunks_bring_every_cell_once_and_none_is_longer_than_agreed(product: tu
     assert {parcel.blocks["chunks"].item() for parcel in sent} == {len(sent)}
 
 
-def test_a_chunk_is_packed_when_its_turn_has_come_and_is_not_remembered() -> None:
-    """Otherwise the server would hold a second copy of what is too large for the device."""
+def test_a_chunk_is_packed_when_it_is_sent_and_not_kept() -> None:
+    """Otherwise the server would hold a second copy of operands that are too large for the device."""
     operands = operands_of(Shape(1, 4, 30, 4), "strided", "transposed")
     source = streamed(0, operands, [0, 1, 0, 4, 0, 4], 0, 0, 10, count())
     next(source)
@@ -464,7 +464,7 @@ def test_a_chunk_is_packed_when_its_turn_has_come_and_is_not_remembered() -> Non
 
 
 def chunks_of_two_blocks() -> tuple[Line, list[BlockRow], list[BlockRow], Array]:
-    """Blocks 0 and 1 of one product, three chunks each, all arrived; and what the product is."""
+    """Blocks 0 and 1 of one product, three chunks each, all arrived; and the right product."""
     shape, line = Shape(1, 4, 30, 6), Line()
     operands = operands_of(shape)
     rows = [
@@ -503,7 +503,7 @@ def test_a_chunk_out_of_turn_is_refused_and_spoils_no_other_block(order: tuple[i
     *good, bad = order
     for chunk in good:
         assert line.receiver.product(one[chunk], NumpyKernel()) is None
-    if bad in good:  # it would have to be sent a second time
+    if bad in good:  # it must be sent a second time
         again = next(streamed(0, operands_of(Shape(1, 4, 30, 6)), [0, 1, 0, 4, 0, 3], 0, 0, 10, count(90)))
         (row,) = line.bring(Parcel(again.pieces, with_chunk(again.blocks, bad), again.data))
     else:
@@ -523,7 +523,7 @@ def with_chunk(blocks: NDArray[np.void], chunk: int) -> NDArray[np.void]:
 
 
 @pytest.mark.parametrize("computed", [0, 1, 2])
-def test_a_block_that_nobody_wants_any_more_leaves_nothing_behind(computed: int) -> None:
+def test_a_cancelled_block_in_chunks_leaves_nothing_behind(computed: int) -> None:
     line, one, two, expected = chunks_of_two_blocks()
     for row in one[:computed]:
         line.receiver.product(row, NumpyKernel())
@@ -535,7 +535,7 @@ def test_a_block_that_nobody_wants_any_more_leaves_nothing_behind(computed: int)
     assert_empty(line.receiver)
 
 
-# ---- work that does not add up
+# ---- inconsistent work
 
 # pieces 10 and 11 hold 2 x 4 rows and 2 x 5 columns over an inner length of 3; one block takes all of both
 WORK = Work(
@@ -599,7 +599,7 @@ def test_a_block_of_a_released_piece_is_refused() -> None:
         operands.accept(transmit(later))
 
 
-def test_a_block_whose_factors_do_not_fit_each_other_is_refused() -> None:
+def test_a_block_whose_operands_do_not_fit_each_other_is_refused() -> None:
     pieces = np.array([(10, OUTER_MAJOR, 2, 4, 3), (11, INNER_MAJOR, 2, 5, 2)], PIECE)
     odd = replace(WORK, pieces=pieces, data=[np.ones(24, np.float32), np.ones(20, np.float32)])
     with pytest.raises(WireError, match="inner lengths 3 and 2"):
@@ -607,7 +607,7 @@ def test_a_block_whose_factors_do_not_fit_each_other_is_refused() -> None:
 
 
 def test_a_piece_that_comes_twice_is_refused() -> None:
-    """Otherwise its bytes are counted twice and its release fails."""
+    """Otherwise its bytes would be counted twice and its release would fail."""
     operands = Operands()
     operands.accept(transmit(WORK))
     with pytest.raises(WireError, match="10"):
@@ -616,7 +616,7 @@ def test_a_piece_that_comes_twice_is_refused() -> None:
 
 @settings(calm, max_examples=120)
 @given(data=st.data())
-def test_work_with_changed_figures_is_refused_or_can_be_done_and_released(data: st.DataObject) -> None:
+def test_work_with_changed_figures_is_refused_or_can_be_computed_and_released(data: st.DataObject) -> None:
     pieces, blocks = WORK.pieces.copy(), np.repeat(WORK.blocks, 2)
     for _ in range(data.draw(st.integers(1, 4))):
         table = data.draw(st.sampled_from((pieces, blocks)))

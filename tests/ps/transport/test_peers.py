@@ -9,8 +9,8 @@ from ps.transport.operands import MESSAGE_BYTES, Operand, parcels
 from ps.transport.peers import BUNDLE_S, Peer
 
 
-def test_what_a_device_had_when_it_left_is_released_when_the_product_ends() -> None:
-    """Found by the loop's world: a device that left its connection open kept its blocks in the server's memory."""
+def test_pieces_of_a_device_that_left_are_released_when_the_product_ends() -> None:
+    """Found by the loop world: blocks of a device that left its connection open stayed in the server's memory."""
     peer = Peer(b"a", {})
     peer.add([0])
     left, right = (Operand(np.ones((1, 4, 3), np.float32)) for _ in range(2))
@@ -21,12 +21,12 @@ def test_what_a_device_had_when_it_left_is_released_when_the_product_ends() -> N
     assert peer.lent
     peer.finished(7)
     assert not peer.lent
-    assert sorted(peer.take_released().tolist()) == [0, 1], "each piece once"
+    assert sorted(peer.take_released().tolist()) == [0, 1], "each piece is released once"
     peer.answered(7, 0)
-    assert not peer.owes_release, "an answer that comes later releases nothing again"
+    assert not peer.owes_release, "a late answer releases nothing again"
 
 
-def test_a_message_to_one_device_takes_a_few_milliseconds_of_its_line_and_one_to_a_pod_may_take_longer() -> None:
+def test_a_message_to_one_device_takes_its_line_a_few_milliseconds_and_one_to_a_pod_may_take_longer() -> None:
     phone, pod = Peer(b"a", {}, down_bps=8e6), Peer(b"b", {}, down_bps=8e6)
     phone.add([0])
     pod.add([1, 2])

@@ -1,5 +1,5 @@
-"""A real server, real agents and pods as processes, real sockets: what may happen to a fleet, and what a stranger may
-send, without a product coming out wrong or the server going down."""
+"""A real server, real agents and pods as processes, real sockets: whatever happens to a fleet, and whatever an unknown
+client sends, no product comes out wrong and the server stays up."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 def stranger_at(nothing_left_behind: None) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
-        def knock(server: Server) -> Stranger:
+        def connect(server: Server) -> Stranger:
             stranger = Stranger(server)
             stack.callback(stranger.close)
             return stranger
 
-        yield knock
+        yield connect
 
 
 # ---- products
 
 
 @pytest.mark.slow
-def test_products_over_two_agents_are_those_of_numpy(start: Start, serve: Serve) -> None:
+def test_products_over_two_agents_equal_those_of_numpy(start: Start, serve: Serve) -> None:
     server = serve()
     agents(start, server, 2)
     shapes = [(1, 300, 200, 170), (6, 33, 17, 29), (1, 1, 1, 1), (1, 7, 500, 3), (40, 5, 64, 5)]
@@ -75,7 +75,7 @@ def test_products_over_two_agents_are_those_of_numpy(start: Start, serve: Serve)
 
 
 @pytest.mark.parametrize("links", ["off", "model"])
-def test_products_over_a_pod_are_those_of_numpy(start: Start, serve: Serve, links: str) -> None:
+def test_products_over_a_pod_equal_those_of_numpy(start: Start, serve: Serve, links: str) -> None:
     server = serve()
     pod(start, server, 30, links)
     for i, shape in enumerate([(1, 120, 90, 110), (8, 20, 30, 40), (3, 1, 5, 1)]):
@@ -83,7 +83,7 @@ def test_products_over_a_pod_are_those_of_numpy(start: Start, serve: Serve, link
     Multiplication(server, (1, 96, 16, 80), grid(96, 80, 16, list(range(30)))).check()
     columns = server.records.columns()
     assert set(columns["device"].tolist()) == set(range(30))
-    if links == "model":  # an answer is not there before it is due, but for what travels together
+    if links == "model":  # no answer arrives before it is due, except those that share a message
         assert (columns["received_s"] - columns["due_s"]).min() > -0.001
         assert (columns["due_s"] - columns["sent_s"]).min() >= 0.010  # twice the latency
 
@@ -99,6 +99,24 @@ def test_a_real_agent_and_a_pod_share_a_product(start: Start, serve: Serve) -> N
     assert set(columns["device"][real].tolist()) == {0}
 
 
+@pytest.mark.slow
+def test_what_a_turn_has_no_time_to_pack_or_read_is_left_to_the_next_turns(
+    start: Start, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As little as possible per turn: one message out, one message in."""
+    monkeypatch.setattr("ps.transport.server.PACKING_S", 0.0)
+    monkeypatch.setattr("ps.transport.receiving.BYTES_PER_TURN", 1)
+    monkeypatch.setattr("ps.transport.operands.MESSAGE_BYTES", 1 << 16)
+    server = serve()
+    agents(start, server, 1)
+    pod(start, server, 12)
+    products = [Multiplication(server, (1, 200, 300, 400), seed=seed) for seed in range(3)]
+    products.append(Multiplication(server, (1, 128, 64, 128), grid(128, 128, 16, list(range(13))), seed=3))
+    for product in products:
+        product.check()
+    assert server.left_behind() == ""
+
+
 # ---- devices that come and go
 
 
@@ -109,7 +127,7 @@ def test_an_agent_killed_in_the_middle_of_its_work_costs_time_but_no_cell(
     server = serve(heartbeat_s=0.2)
     victim, _ = agents(start, server, 2)
     Multiplication(server, (1, 64, 32, 64), grid(64, 64, 16, [0, 1])).check()
-    victim.signal(signal.SIGSTOP)  # so that its half is certainly unreturned when it dies
+    victim.signal(signal.SIGSTOP)  # so that no part of its half is returned before it dies
     before = server.totals.blocks
     product = Multiplication(server, (1, 128, 300, 128), grid(128, 128, 16, [0, 1]))
     until(lambda: server.totals.blocks == before + 32, "the other agent has returned its half")
@@ -131,15 +149,15 @@ def test_work_waits_for_the_first_agent(start: Start, serve: Serve) -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_that_joins_later_takes_over_what_waits(start: Start, serve: Serve, until: Until) -> None:
-    server = serve(heartbeat_s=5.0)  # nobody is lost in this test
+def test_an_agent_that_joins_later_takes_over_waiting_blocks(start: Start, serve: Serve, until: Until) -> None:
+    server = serve(heartbeat_s=5.0)  # no device is lost in this test
     (first,) = agents(start, server, 1, "--credit", "4")
     first.signal(signal.SIGSTOP)
     product = Multiplication(server, (1, 128, 64, 128), grid(128, 128, 16, [0]))
     second = start("agent", "--ps", server.address, "--name", "second", *FAST)
     second.expect("joined")
-    until(lambda: server.totals.blocks >= 60, "the newcomer has done all that the first one did not hold")
-    product.check()  # and then, since the first one does not answer, the rest
+    until(lambda: server.totals.blocks >= 60, "the newcomer has computed every block that the first agent did not hold")
+    product.check()  # then the rest too, since the first agent does not answer
     assert server.totals.lost_devices == 0
     first.signal(signal.SIGCONT)
 
@@ -156,7 +174,7 @@ def test_an_agent_asked_to_end_leaves_and_its_blocks_are_redone(start: Start, se
     assert leaving.wait() == 0
     product.check()
     leaving.expect("left")
-    assert server.totals.lost_devices == 0  # it left, which is not the same
+    assert server.totals.lost_devices == 0  # leaving is not being lost
     assert server.devices == 1
 
 
@@ -169,11 +187,11 @@ def test_an_idle_agent_ends_at_once_when_asked(
     agent.expect("joined")
     agent.signal(number)
     assert agent.wait(limit_s=5.0) == 0
-    until(lambda: server.devices == 0, "the server knows that it left")
+    until(lambda: server.devices == 0, "the server knows that the agent left")
     assert "Traceback" not in agent.output
 
 
-def test_an_agent_at_a_door_where_nobody_answers_still_ends_when_asked(start: Start) -> None:
+def test_an_agent_whose_server_never_answers_still_ends_when_asked(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         mute.settimeout(LIMIT_S)
         agent = start("agent", "--ps", f"tcp://127.0.0.1:{mute.getsockname()[1]}", *FAST)
@@ -215,7 +233,7 @@ def test_a_pod_ends_with_the_run_and_on_sigterm(start: Start, serve: Serve, unti
     asked = pod(start, server, 5)
     asked.signal(signal.SIGTERM)
     assert asked.wait() == 0
-    until(lambda: server.devices == 0, "the server knows that they left")
+    until(lambda: server.devices == 0, "the server knows that the devices left")
     ending = pod(start, server, 5)
     server.stop()
     assert ending.wait() == 0
@@ -223,8 +241,8 @@ def test_a_pod_ends_with_the_run_and_on_sigterm(start: Start, serve: Serve, unti
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pod ends when the server falls silent")
-def test_a_pod_dies_with_its_parent_even_when_that_is_killed(start: Start, serve: Serve) -> None:
-    server = serve(heartbeat_s=30.0)  # it is not the server's silence that ends the pod
+def test_a_pod_ends_with_its_parent_even_if_the_parent_is_killed(start: Start, serve: Serve) -> None:
+    server = serve(heartbeat_s=30.0)  # too long for the server's silence to end the pod
     profiles = [[50e9, 1e-4, 50e6, 10e6, 0.005, 2**30, 4]] * 3
     fleet = json.dumps({"profiles": profiles, "labels": ["a", "b", "c"], "pass": server.pod_pass})
     code = (
@@ -242,7 +260,7 @@ def test_a_pod_dies_with_its_parent_even_when_that_is_killed(start: Start, serve
     assert not child.is_running()
 
 
-# ---- strangers
+# ---- unknown clients
 
 
 def test_noise_on_the_port_does_not_disturb_the_server(start: Start, serve: Serve) -> None:
@@ -264,9 +282,7 @@ def test_noise_on_the_port_does_not_disturb_the_server(start: Start, serve: Serv
 
 
 @pytest.mark.slow
-def test_frames_that_make_no_sense_are_counted_and_answered(
-    start: Start, serve: Serve, stranger_at: Any, until: Any
-) -> None:
+def test_invalid_frames_are_counted_and_answered(start: Start, serve: Serve, stranger_at: Any, until: Any) -> None:
     server = serve()
     server.notice = lambda text: None
     agents(start, server, 1)
@@ -282,7 +298,7 @@ def test_frames_that_make_no_sense_are_counted_and_answered(
         Refused("no", True),
     ]
     for number in range(300):
-        stranger: Stranger = stranger_at(server)  # what makes no sense ends its connection
+        stranger: Stranger = stranger_at(server)  # an invalid message ends its connection
         frames = [bytes(frame) for frame in encode(originals[number % len(originals)])]
         position = rng.randrange(len(frames))
         spoilt = bytearray(frames[position] or b"?")
@@ -297,14 +313,14 @@ def test_frames_that_make_no_sense_are_counted_and_answered(
                 frames += [rng.randbytes(rng.randrange(100))] * rng.randrange(1, 300)
         frames[position] = bytes(spoilt)
         stranger.socket.send_multipart(frames)
-    until(lambda: server.totals.dropped_messages > 100, "they have been read")
+    until(lambda: server.totals.dropped_messages > 100, "the server has read them")
     last: Stranger = stranger_at(server)
     last.socket.send_multipart([b"WORD"])
     assert isinstance(last.receive(), Refused)
     Multiplication(server, (1, 60, 70, 80), grid(60, 80, 20, [0])).check()
 
 
-def test_a_device_of_another_version_is_told_so(serve: Serve, stranger_at: Any) -> None:
+def test_a_device_with_another_protocol_version_is_told_so(serve: Serve, stranger_at: Any) -> None:
     server = serve()
     noticed: list[str] = []
     server.notice = noticed.append
@@ -318,7 +334,7 @@ def test_a_device_of_another_version_is_told_so(serve: Serve, stranger_at: Any) 
     assert server.devices == 0
 
 
-def test_an_agent_ends_with_a_clear_text_when_the_server_speaks_another_version(start: Start) -> None:
+def test_an_agent_ends_with_a_clear_message_when_the_server_speaks_another_version(start: Start) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         agent = start("agent", "--ps", f"tcp://127.0.0.1:{port}", *FAST)
@@ -331,7 +347,7 @@ def test_an_agent_ends_with_a_clear_text_when_the_server_speaks_another_version(
     assert "Traceback" not in agent.output
 
 
-def test_who_has_not_joined_is_asked_to(serve: Serve, stranger_at: Any) -> None:
+def test_a_client_that_has_not_joined_is_asked_to(serve: Serve, stranger_at: Any) -> None:
     stranger: Stranger = stranger_at(serve())
     stranger.send(Heartbeat())
     answer = stranger.receive()
@@ -340,7 +356,7 @@ def test_who_has_not_joined_is_asked_to(serve: Serve, stranger_at: Any) -> None:
     assert "join first" in answer.reason
 
 
-def test_answers_to_blocks_that_nobody_gave_out_change_nothing(start: Start, serve: Serve, stranger_at: Any) -> None:
+def test_answers_to_blocks_that_were_not_given_out_change_nothing(start: Start, serve: Serve, stranger_at: Any) -> None:
     server = serve()
     server.notice = lambda text: None
     agents(start, server, 1)
@@ -378,7 +394,7 @@ def test_an_answer_of_the_wrong_size_is_refused_and_the_block_redone(
     product.check(limit_s=0)
 
 
-def test_a_device_that_fails_every_block_gets_no_more(start: Start, serve: Serve, stranger_at: Any) -> None:
+def test_a_device_that_fails_every_block_is_suspended(start: Start, serve: Serve, stranger_at: Any) -> None:
     server = serve()
     noticed: list[str] = []
     server.notice = noticed.append
@@ -387,7 +403,7 @@ def test_a_device_that_fails_every_block_gets_no_more(start: Start, serve: Serve
     stranger.join()
     product = Multiplication(server, (1, 64, 32, 64), grid(64, 64, 16, [0, 1]))
     failed = 0
-    while failed < 4:  # one more than a device may
+    while failed < 4:  # one more than allowed
         rows = stranger.receive_work().blocks
         failed += len(rows)
         answers = [(0, row["job"], row["block"], FAILED, 0, 0.0, 0) for row in rows]
@@ -399,14 +415,14 @@ def test_a_device_that_fails_every_block_gets_no_more(start: Start, serve: Serve
 
 
 def _stay_alive_until_done(stranger: Stranger, product: Multiplication) -> None:
-    """Heartbeats, so that it is not silence that ends the stranger's stay."""
+    """Sends heartbeats, so that the stranger is not lost for its silence."""
     deadline = time.monotonic() + 8
     while not product.done.wait(0.05):
-        assert time.monotonic() < deadline, "its blocks were never given to another"
+        assert time.monotonic() < deadline, "its blocks were never given to another device"
         stranger.send(Heartbeat())
 
 
-def test_who_says_goodbye_several_times_is_counted_once(start: Start, serve: Serve, stranger_at: Any) -> None:
+def test_a_device_that_leaves_several_times_is_counted_once(start: Start, serve: Serve, stranger_at: Any) -> None:
     server = serve()
     server.notice = lambda text: None
     agents(start, server, 1)
@@ -425,7 +441,7 @@ def test_who_says_goodbye_several_times_is_counted_once(start: Start, serve: Ser
 # ---- addresses
 
 
-def test_a_port_in_use_is_told_and_what_to_do(serve: Serve) -> None:
+def test_a_port_in_use_is_reported_with_advice(serve: Serve) -> None:
     port = int(serve().address.rpartition(":")[2])
     with pytest.raises(AddressError) as raised:
         Server(port=port)
@@ -464,11 +480,11 @@ def test_a_name_that_cannot_be_printed_never_reaches_a_table(serve: Serve, stran
     profile = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 4)
     stranger.send(Join(pack_profiles([profile]), [name], {}))
     answer = stranger.receive()
-    assert isinstance(answer, Welcome | Refused)  # cleaned or sent away, both will do
+    assert isinstance(answer, Welcome | Refused)  # cleaned or refused, either is fine
     assert all(label.isprintable() for label in server.labels)
 
 
-# ---- the search itself
+# ---- the check for leftovers
 
 LEAKING = """
 import os, subprocess, threading, zmq
@@ -498,7 +514,7 @@ def test_nothing(start, serve):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ZeroMQ's threads can be seen on Linux only")
-def test_what_is_left_behind_is_found(start: Start, tmp_path: Path) -> None:
+def test_leftovers_of_a_test_are_found(start: Start, tmp_path: Path) -> None:
     fixtures = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
     critical_plans = fixtures.replace("SETTLE_S = 5.0", "SETTLE_S = 0.3")
     assert critical_plans != fixtures
@@ -544,7 +560,7 @@ def test_a_forked_command_is_a_process_of_its_own(
 
 
 @pytest.mark.slow
-def test_what_a_forked_command_leaves_behind_carries_its_mark(start_warm: Start) -> None:
+def test_leftovers_of_a_forked_command_carry_its_mark(start_warm: Start) -> None:
     leaves = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
     program = start_warm("-c", leaves)
     assert program.wait() == 0

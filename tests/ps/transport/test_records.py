@@ -1,4 +1,4 @@
-"""What is kept of every block."""
+"""What the server records of every block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps.transport.records import Records
 
 
 def test_answers_that_do_not_count_cost_no_memory() -> None:
-    """Found by the fuzzer: every answer that nobody had asked for left 250 bytes behind."""
+    """Found by the fuzzer: every unsolicited answer left 250 bytes behind."""
     records = Records()
     answers = np.array([(0, 7, 3, DONE, 1, 0.0, 0)], ANSWER)
     tracemalloc.start()

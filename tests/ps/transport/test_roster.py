@@ -1,5 +1,5 @@
-"""Promises of ps.transport.roster: a number means one device as long as anybody could ask for it, and numbers are
-few."""
+"""Promises of ps.transport.roster: a number means one device for as long as it may be referred to, and few numbers are
+in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROFILE = Profile(1e9, 0.0, 1e8, 1e8, 0.01, 1 << 28, 4)
 
-# who comes with how many devices, or which of those who are there leaves, and whether it has worked or its line is cut
+# a connection joins with a number of devices, one device leaves (having worked or not), or a connection is lost
 comings_and_goings = st.lists(
     st.one_of(
         st.tuples(st.just("join"), st.integers(1, 4)),
@@ -36,11 +36,11 @@ comings_and_goings = st.lists(
 
 @pytest.mark.slow
 @given(comings_and_goings, st.integers(0, 2))
-def test_a_number_means_one_device_and_what_is_kept_grows_only_with_work(
+def test_a_number_means_one_device_and_the_roster_grows_only_with_devices_that_worked(
     events: list[tuple[Any, ...]], most_idle: int
 ) -> None:
     roster, joined, most_there = Roster(most_idle), 0, 0
-    there: dict[int, tuple[Peer, int, str]] = {}  # number -> connection, its index there, its name
+    there: dict[int, tuple[Peer, int, str]] = {}  # number -> connection, index on that connection, name
     worked: dict[int, str] = {}
     for kind, which, *more in events:
         match kind:
@@ -48,7 +48,7 @@ def test_a_number_means_one_device_and_what_is_kept_grows_only_with_work(
                 peer = Peer(b"%d" % joined, {})
                 labels = [f"device {joined + i}" for i in range(which)]
                 numbers = roster.enter(peer, labels, pack_profiles([PROFILE] * which)).devices
-                assert not set(numbers) & (set(there) | set(worked)), "it is somebody's"
+                assert not set(numbers) & (set(there) | set(worked)), "the number belongs to another device"
                 there |= {n: (peer, index, label) for index, (n, label) in enumerate(zip(numbers, labels, strict=True))}
                 joined += which
             case "leave" if there:
@@ -80,7 +80,7 @@ def test_a_number_means_one_device_and_what_is_kept_grows_only_with_work(
 
 
 @pytest.mark.slow
-def test_however_often_devices_come_and_go_the_server_keeps_the_latest_and_those_who_worked(
+def test_however_often_devices_come_and_go_the_server_keeps_only_the_latest_and_those_that_worked(
     start: Start, serve: Serve, until: Until
 ) -> None:
     server = serve()
@@ -89,17 +89,17 @@ def test_however_often_devices_come_and_go_the_server_keeps_the_latest_and_those
     agents(start, server, 1)
     Multiplication(server, (1, 60, 70, 80)).check()
     worker = server.labels[0]
-    with closing(Stranger(server, of_the_run=True)) as one_who_says_goodbye:
+    with closing(Stranger(server, of_the_run=True)) as leaver:
         for stay in range(100):
-            one_who_says_goodbye.join()
-            one_who_says_goodbye.send(Leave(np.array([stay], "<u4"), "bye"))
+            leaver.join()
+            leaver.send(Leave(np.array([stay], "<u4"), "bye"))
     for _ in range(100):
-        with closing(Stranger(server)) as one_who_talks_nonsense:
-            one_who_talks_nonsense.join()
-            one_who_talks_nonsense.socket.send_multipart([b"nonsense"])
-            while not isinstance(one_who_talks_nonsense.receive(), Refused):
+        with closing(Stranger(server)) as babbler:
+            babbler.join()
+            babbler.socket.send_multipart([b"nonsense"])
+            while not isinstance(babbler.receive(), Refused):
                 pass
-    until(lambda: server.devices == 1, "all of them are gone")
+    until(lambda: server.devices == 1, "the server knows that all have left")
     assert server.roster.joined == 201
     assert len(server.labels) == len(server.profiles) <= 1 + 20 + 1
     assert len(server.attendance.real) == len(server.labels)
@@ -108,7 +108,7 @@ def test_however_often_devices_come_and_go_the_server_keeps_the_latest_and_those
     Multiplication(server, (1, 60, 70, 80)).check()
 
 
-def test_who_has_left_cannot_answer_for_the_device_that_has_its_number_now(start: Start, serve: Serve) -> None:
+def test_a_device_that_left_cannot_answer_for_the_one_that_now_has_its_number(start: Start, serve: Serve) -> None:
     server = serve()
     server.notice = lambda text: None
     server.roster.most_idle = 0

@@ -1,6 +1,6 @@
-"""Promises of the check's parts: what is wrong beyond rounding is found, what is right is never called wrong.
+"""Promises of the check's parts: errors beyond rounding are found, right results are never called wrong.
 
-Attacks on the whole of it are in test_attack_lies.py.
+Attacks on the whole check are in test_attack_lies.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Array = NDArray[np.float32]
 
 
 def check(left: Array, right: Array, out: Array, boxes: Integers, seed: int = 0) -> Findings:
-    """Every box by a device of its own."""
+    """Every box comes from a device of its own."""
     expected, devices = Expectation.of(left, right, boxes, seed), np.arange(len(boxes))
     return Verifier(seed).check(left, right, out, boxes, devices, expected, len(boxes))
 
@@ -60,7 +60,7 @@ def watch(model_name: str, steps: int, look: Callable[[Product], None]) -> None:
 
 
 def quarters(product: Product) -> Integers:
-    """The output in four, by rows and columns."""
+    """The output cut in four, by rows and columns."""
     batch, rows, columns = product.out.shape
     r, c = rows // 2, columns // 2
     return np.array([(0, batch, y, h, x, w) for y, h in ((0, r), (r, rows - r)) for x, w in ((0, c), (c, columns - c))])
@@ -79,7 +79,7 @@ def factors(seed: int, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_name", ["opt-tiny", "llama-tiny"])
-def test_real_activations_and_gradients_are_well_within_the_level(model_name: str) -> None:
+def test_real_activations_and_gradients_stay_well_below_the_suspicion_level(model_name: str) -> None:
     loudest: list[float] = []
 
     def look(product: Product) -> None:
@@ -91,7 +91,7 @@ def test_real_activations_and_gradients_are_well_within_the_level(model_name: st
     watch(model_name, 2, look)
     assert len(loudest) > 90
     assert np.median(loudest) < 0.5
-    assert max(loudest) < 3, f"{max(loudest)}: with few patches chance does that, but hardly more"
+    assert max(loudest) < 3, f"{max(loudest)}: beyond what chance gives with few patches"
 
 
 def spoilt(block: Array, how: str) -> Array:
@@ -112,7 +112,7 @@ def spoilt(block: Array, how: str) -> Array:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["noise", "element", "stale", "zeros", "nan", "inf"])
-def test_a_wrong_block_of_a_real_product_is_found_and_no_other(how: str) -> None:
+def test_a_wrong_block_of_a_real_product_is_found_and_no_other_is_accused(how: str) -> None:
     seen = 0
 
     def look(product: Product) -> None:
@@ -122,7 +122,7 @@ def test_a_wrong_block_of_a_real_product_is_found_and_no_other(how: str) -> None
         b, bs, r, rs, c, cs = boxes[bad].tolist()
         good = out[b : b + bs, r : r + rs, c : c + cs].copy()
         if how == "zeros" and not np.abs(good).max() > 1e-6:
-            return  # it is zero
+            return  # the block is zero
         out[b : b + bs, r : r + rs, c : c + cs] = spoilt(good, how)
         found = check(left, right, out, boxes, seen)
         assert found.wrong == [bad], product.name
@@ -151,7 +151,7 @@ def test_right_products_of_any_size_and_scale_pass(
         out = left @ right.transpose(0, 2, 1)
     boxes = random_boxes(out.shape, np.random.default_rng(seed))
     found = check(left, right, out, boxes, seed)
-    assert replace(found, examined=0) == Findings()  # suspicion may err now and then, an accusation may not
+    assert replace(found, examined=0) == Findings()  # a suspicion may be wrong now and then, an accusation may not
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_row_of_zeros_gives_zeros() -> None:
     assert check(left, right, out, boxes).wrong == [0]
 
 
-def test_infinity_that_the_true_product_has_is_right_and_another_one_is_wrong() -> None:
+def test_an_infinity_of_the_true_product_is_right_and_any_other_is_wrong() -> None:
     left, right = np.ones((1, 4, 8), np.float32), np.ones((1, 4, 8), np.float32)
     left[0, 1, 0] = np.inf
     right[0, 2, 3] = np.nan
@@ -185,11 +185,11 @@ def test_infinity_that_the_true_product_has_is_right_and_another_one_is_wrong() 
     assert not check(left, right, out, boxes).wrong
     out[0, 3, 0] = np.inf
     assert check(left, right, out, boxes).wrong == [1]
-    out[0, 3, 0], out[0, 1, 1] = 8, 8  # a number where there is none
+    out[0, 3, 0], out[0, 1, 1] = 8, 8  # finite where the true product is not
     assert check(left, right, out, boxes).wrong == [0]
 
 
-def test_a_sum_that_may_overflow_on_its_way_may_be_infinite_and_not_some_other_number() -> None:
+def test_a_sum_whose_partial_sums_may_overflow_may_be_infinite_but_not_another_number() -> None:
     left, right = np.full((1, 1, 3), 2e19, np.float32), np.array([[[1e19, 1e19, -1e19]]], np.float32)
     boxes = np.array([(0, 1, 0, 1, 0, 1)])
     for cell, is_right in ((2e38, True), (np.inf, True), (np.nan, True), (1e38, False), (-2e38, False)):
@@ -197,7 +197,7 @@ def test_a_sum_that_may_overflow_on_its_way_may_be_infinite_and_not_some_other_n
         assert (check(left, right, out, boxes) == Findings()) is is_right, cell
 
 
-def test_operands_may_lie_in_memory_either_way() -> None:
+def test_operands_may_have_either_memory_layout() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((6, 9), dtype=np.float32), rng.standard_normal((9, 5), dtype=np.float32)
     assert not check(a[None], b.T[None], (a @ b)[None], np.array([(0, 1, 0, 6, 0, 5)])).wrong
@@ -207,7 +207,7 @@ def test_operands_may_lie_in_memory_either_way() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 50))
-def test_no_cell_is_hidden_by_a_small_factor(seed: int, count: int) -> None:
+def test_no_small_random_factor_hides_a_cell(seed: int, count: int) -> None:
     vector = random_vector((count,), np.random.default_rng(seed))
     assert np.abs(vector).min() >= 0.5
     assert np.abs(vector).max() <= 1.5
@@ -241,7 +241,7 @@ def test_box_sums_are_sums_over_boxes(seed: int) -> None:
     assert got == pytest.approx(values[b0:b1, r0:r1, c0:c1].sum())
 
 
-def test_an_expectation_knows_whether_a_tile_was_cut_since() -> None:
+def test_an_expectation_knows_whether_a_block_was_cut_since() -> None:
     left, right = factors(0, (1, 100, 8, 100))
     expected = Expectation.of(left, right, np.array([(0, 1, 0, 100, 0, 100)]), 0)
     assert expected.fits(np.array([(0, 1, 0, 64, 0, 100), (0, 1, 64, 36, 0, 100)]))
@@ -259,7 +259,7 @@ def test_norms_neither_vanish_nor_overflow() -> None:
     assert not np.isfinite(got[4])
 
 
-def test_what_flushing_to_zero_loses_is_below_the_floor() -> None:
+def test_the_error_of_flushing_to_zero_is_below_the_floor() -> None:
     rng = np.random.default_rng(0)
     left, right = (
         (rng.standard_normal((8, 50)) * 1e-38).astype(np.float32),
@@ -300,7 +300,7 @@ def test_every_own_kernel_is_acquitted_and_each_way_of_being_wrong_is_named() ->
         assert reason in examine(left, right, cells.astype(np.float32), rng).against
 
 
-def test_cells_that_repeat_are_one_observation_over_all_patches() -> None:
+def test_repeated_cells_count_as_one_observation_over_all_patches() -> None:
     some = np.random.default_rng(0).standard_normal(50)
     assert independent(some) == pytest.approx(50)
     assert independent(np.repeat(some, 40)) == pytest.approx(50)
@@ -308,12 +308,12 @@ def test_cells_that_repeat_are_one_observation_over_all_patches() -> None:
     patch = Patch(np.full(500, 0.7), 0, 2.0, 0.1, 0.01, 0.1)
     evidence = Evidence.of([patch, patch])
     assert evidence.cells == pytest.approx(1)
-    assert evidence.own_square == pytest.approx(0.1)  # the level: one own error says little
+    assert evidence.own_square == pytest.approx(0.1)  # the level: a single own error is weak evidence
     assert not evidence.against
     assert not Evidence.of([]).against
 
 
-def test_terms_that_repeat_are_counted_and_zeros_are_not() -> None:
+def test_repeated_terms_are_counted_and_zeros_are_not() -> None:
     rng = np.random.default_rng(0)
     ones, some = np.ones((2, 5000), np.float32), rng.standard_normal((2, 5000), dtype=np.float32)
     assert repeats(ones, ones, rng) == pytest.approx(5000)
@@ -324,7 +324,7 @@ def test_terms_that_repeat_are_counted_and_zeros_are_not() -> None:
 
 
 @pytest.mark.parametrize("inner", [1, 7, 16, 300, 5000])
-def test_lanes_add_every_so_manieth_term(inner: int) -> None:
+def test_each_lane_adds_every_nth_term(inner: int) -> None:
     rng = np.random.default_rng(inner)
     left, right = (rng.standard_normal((extent, inner), dtype=np.float32) for extent in (5, 3))
     one, four = in_lanes(left, right, (1, 4))
@@ -338,7 +338,7 @@ def test_lanes_add_every_so_manieth_term(inner: int) -> None:
     np.testing.assert_array_equal(four, expected)
 
 
-def test_a_sign_that_own_kernels_show_as_well_is_none() -> None:
+def test_a_bias_that_own_kernels_share_is_no_evidence() -> None:
     alone = Evidence(1000, 1.0, 0.9, 1.0, 0.0, 0.5, 0)
     assert "have a sign" in alone.against
     assert not replace(alone, own_mean=0.9).against
@@ -395,7 +395,7 @@ def test_a_steady_lie_becomes_a_suspicion_and_an_acquittal_doubles_the_limit() -
     assert products_until(bias) == 4 * BIAS_LIMIT / 0.75 + 1
 
 
-def test_errors_that_are_no_numbers_say_nothing() -> None:
+def test_errors_that_are_not_finite_are_no_evidence() -> None:
     drift = Drift()
     drift.audited(np.zeros(100, np.int64), np.full(100, np.nan))
     assert not len(drift.suspects())
@@ -404,7 +404,7 @@ def test_errors_that_are_no_numbers_say_nothing() -> None:
 # ---- the fuse
 
 
-def test_the_fuse_doubts_when_several_are_accused_at_once_or_many_lately() -> None:
+def test_the_fuse_doubts_accusations_of_several_devices_at_once_or_of_many_recently() -> None:
     fuse = Fuse()
     fuse.next_product()
     assert fuse.accuse([1], 1000) is State.TRUSTING
@@ -430,8 +430,8 @@ def test_the_fuse_blows_when_the_check_failed_twice_and_recovers() -> None:
     assert fuse.accuse([1], 1000) is State.TRUSTING
 
 
-def test_a_check_that_fails_its_own_kernels_suspends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All devices are honest; the server's idea of rounding is wrong by a factor of a thousand."""
+def test_a_check_that_fails_its_own_kernels_suspends_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All devices are honest; the server's estimate of rounding is wrong by a factor of a thousand."""
     left, right = factors(0, (1, 64, 100, 64))
     out = left @ right.transpose(0, 2, 1)
     boxes = np.array([(0, 1, r, 16, c, 16) for r in range(0, 64, 16) for c in range(0, 64, 16)])
@@ -443,7 +443,7 @@ def test_a_check_that_fails_its_own_kernels_suspends_nobody(monkeypatch: pytest.
         found = verifier.check(left, right, out, boxes, np.arange(16), expected, 16)
         assert not found.wrong
         assert "fails the check too" in found.doubted, product
-    out[0, 5, 5] = np.nan  # what no kernel gives still counts
+    out[0, 5, 5] = np.nan  # a value that no kernel gives is still evidence
     assert verifier.check(left, right, out, boxes, np.arange(16), expected, 16).wrong == []
     monkeypatch.undo()
     assert verifier.check(left, right, out, boxes, np.arange(16), expected, 16).wrong == [0]
@@ -464,8 +464,8 @@ REPEATED = {
 
 @pytest.mark.parametrize("operands", REPEATED)
 @pytest.mark.parametrize("kernel", all_kernels(), ids=lambda kernel: kernel.name)
-def test_operands_that_repeat_accuse_nobody(operands: str, kernel: Kernel) -> None:
-    """All cells share one error, or a few: that is no evidence of a sign, nor of its size."""
+def test_repeated_operands_accuse_no_device(operands: str, kernel: Kernel) -> None:
+    """All cells share one error, or a few: that is no evidence of a bias, nor of its size."""
     left, right = REPEATED[operands]
     out = kernel.product(left, right.transpose(0, 2, 1))
     boxes = np.array([(0, 1, 0, 40, 0, 48)])
@@ -474,7 +474,7 @@ def test_operands_that_repeat_accuse_nobody(operands: str, kernel: Kernel) -> No
 
 
 @pytest.mark.parametrize("operands", REPEATED)
-def test_operands_that_repeat_hide_no_lie_of_a_thousandth(operands: str) -> None:
+def test_repeated_operands_hide_no_lie_of_a_thousandth(operands: str) -> None:
     left, right = REPEATED[operands]
     out = left @ right.transpose(0, 2, 1)
     size = norms(left)[:, :, None] * norms(right)[:, None, :]
@@ -484,9 +484,9 @@ def test_operands_that_repeat_hide_no_lie_of_a_thousandth(operands: str) -> None
 
 
 @pytest.mark.parametrize("inner", [512, 8192])
-def test_an_own_kernel_that_is_lucky_in_many_cells_is_no_evidence(inner: int) -> None:
-    """Rows of one number each, times half ones and half minus ones. Most kernels add up and down the same way and are
-    exact, in all cells; one in lanes, or in chunks of another size, is not."""
+def test_an_own_kernel_that_is_exact_by_luck_in_many_cells_is_no_evidence(inner: int) -> None:
+    """Each row repeats one number, times half ones and half minus ones. Most kernels add up and down the same way and
+    are exact in all cells; a kernel that adds in lanes, or in chunks of another size, is not."""
     rng = np.random.default_rng(0)
     left = np.repeat(rng.standard_normal((1, 256, 1), dtype=np.float32), inner, 2)
     right = np.where(np.arange(inner) < inner // 2, 0.3, -0.3).astype(np.float32) * np.ones((1, 6, 1), np.float32)
@@ -500,13 +500,13 @@ def test_an_own_kernel_that_is_lucky_in_many_cells_is_no_evidence(inner: int) ->
             assert not check(left, right, out, boxes, seed).why, chunk
 
 
-# ---- many liars, and what they cost
+# ---- many liars, and their cost
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [256, 11_008, 131_072])
-def test_the_work_of_one_check_is_bounded_however_many_lie(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """25 liars at 131,072 took the server minutes."""
+def test_the_work_of_one_check_is_bounded_for_any_number_of_liars(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bound, 25 liars at an inner length of 131,072 kept the server busy for minutes."""
     blocks = 25 if inner < 20_000 else 9
     side = 64 * int(np.sqrt(blocks))
     left, right = factors(0, (1, side, inner, side))
@@ -543,42 +543,42 @@ def test_more_suspects_than_one_check_examines_are_found_one_after_the_other() -
         wrong = verifier.check(left, right, out, boxes, devices, expected, 1000, again=turn > 0).wrong
         assert len(wrong) <= MOST_SUSPECTS
         found |= set(wrong)
-        for index in wrong:  # done again
+        for index in wrong:  # computed again
             _, _, r, rs, c, cs = boxes[index]
             out[:, r : r + rs, c : c + cs] = truth[:, r : r + rs, c : c + cs]
     assert len(found) == len(boxes)
 
 
-# ---- a cell that is no number
+# ---- cells that are not finite
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, 1e30])
-def test_a_cell_that_is_no_number_makes_nobody_else_a_suspect(value: float) -> None:
+def test_a_cell_that_is_not_finite_makes_no_other_device_a_suspect(value: float) -> None:
     left, right = factors(0, (1, 256, 128, 256))
     out = left @ right.transpose(0, 2, 1)
     out[0, 100, 100] = value
     boxes = np.array([(0, 1, r, 8, c, 8) for r in range(0, 256, 8) for c in range(0, 256, 8)])
     found = check(left, right, out, boxes)
     assert found.wrong == [100 // 8 * 32 + 100 // 8]
-    assert found.examined <= 2  # suspicion may err now and then
+    assert found.examined <= 2  # a suspicion may be wrong now and then
 
 
-def test_an_acquittal_changes_the_sums_only_of_who_was_suspected_for_them() -> None:
+def test_an_acquittal_changes_only_the_sums_of_the_device_suspected_for_them() -> None:
     drift, devices = Drift(), np.arange(3)
     drift.blocks(devices, np.array([30.0, 30, 0]), np.ones(3))
     drift.blocks(devices, np.array([30.0, 1, 0]), np.ones(3))
     assert drift.suspects().tolist() == [0]
-    drift.explained(0)  # its block was loud by itself, and right
+    drift.explained(0)  # its block alone was loud, and right
     assert not len(drift.suspects())
     drift.blocks(devices, np.array([15.0, 15, 0]), np.ones(3))
-    assert drift.suspects().tolist() == [0, 1]  # as if that product had not been, and with the same limits
+    assert drift.suspects().tolist() == [0, 1]  # as without that product, with the same limits
 
 
 # ---- audits
 
 
 @pytest.mark.parametrize(("inner", "levels"), [(64, 20), (64, 45), (2048, 45)])
-def test_an_audit_that_hits_a_lie_is_evidence_wherever_it_is(
+def test_an_audit_that_hits_a_lie_is_evidence_wherever_the_lie_is(
     inner: int, levels: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right = factors(0, (1, 512, inner, 512))
@@ -594,7 +594,7 @@ def test_an_audit_that_hits_a_lie_is_evidence_wherever_it_is(
         return replace(one, wrong=wrong, cells=cells)
 
     monkeypatch.setattr(Audits, "of", hit)
-    for terms in (EXAMINED_TERMS, 16 * inner):  # also if hardly more than that cell is examined
+    for terms in (EXAMINED_TERMS, 16 * inner):  # also when little more than that cell is examined
         monkeypatch.setattr("ps.verification.verifier.EXAMINED_TERMS", terms)
         monkeypatch.setattr("ps.verification.verifier.AGAIN_TERMS", 0)
         assert check(left, right, out, boxes).wrong == [0]
@@ -616,7 +616,7 @@ def test_some_audits_look_at_the_cell_nearest_zero(seed: int, shape: tuple[int, 
         assert near[batch[k], i[k], j[k]] == cells.min()
 
 
-def test_cells_far_off_in_several_patches_are_wrong_though_none_is_beyond_the_limit_of_one() -> None:
+def test_cells_far_off_in_several_patches_are_wrong_even_if_each_patch_is_within_its_limit() -> None:
     """Within one product or a few."""
 
     def product(seed: int, patches: int) -> tuple[Array, Array, Array]:
@@ -632,7 +632,7 @@ def test_cells_far_off_in_several_patches_are_wrong_though_none_is_beyond_the_li
 
     def why(verifier: Verifier, left: Array, right: Array, out: Array) -> str:
         for _ in range(3):
-            verifier.drift.audited(devices, np.full(4, 12.0))  # a suspect
+            verifier.drift.audited(devices, np.full(4, 12.0))  # makes it a suspect
         return verifier.check(left, right, out, boxes, devices, Expectation.of(left, right, boxes, 0), 9).why.get(0, "")
 
     assert "cells of 4 patches" in why(Verifier(0), *product(0, 4))
@@ -654,7 +654,7 @@ def test_the_first_products_are_sketched_and_then_one_of_every_ten() -> None:
 
 
 @given(st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(1, 70)), st.integers(0, 2**32 - 1))
-def test_random_tiles_tile_exactly(shape: tuple[int, int, int], seed: int) -> None:
+def test_random_blocks_cover_the_output_exactly(shape: tuple[int, int, int], seed: int) -> None:
     times = np.zeros(shape, np.int8)
     boxes = random_boxes(shape, np.random.default_rng(seed))
     for b, bs, r, rs, c, cs in boxes.tolist():
@@ -696,7 +696,7 @@ def test_the_benchmark_counts_honest_blocks_and_would_count_wrong_ones() -> None
         ([np.inf], [-np.inf], np.inf),
     ],
 )
-def test_a_loss_that_is_no_number_is_equal_only_to_the_same(
+def test_a_loss_that_is_not_finite_equals_only_the_same_value(
     losses: list[float], reference: list[float], difference: float
 ) -> None:
     np.testing.assert_equal(loss_difference(losses, reference), difference)

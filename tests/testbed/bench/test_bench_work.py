@@ -1,4 +1,4 @@
-"""The benchmark's work is the one that was announced, and its yardsticks compute it and leave nothing behind."""
+"""The benchmark's work has the announced size; its yardsticks compute it and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rectangles_cover_every_cell_exactly_once(work: Work) -> None:
 
 @pytest.mark.parametrize("work", [W1, W2, round_of(7), UNEVEN], ids=lambda work: work.name)
 @pytest.mark.parametrize("devices", [1, 3, 7])
-def test_our_plan_of_a_work_covers_it_and_gives_every_block_to_a_device(work: Work, devices: int) -> None:
+def test_our_plan_covers_the_work_and_gives_every_block_to_a_device(work: Work, devices: int) -> None:
     plan = plan_over(work, devices)
     written = np.zeros((work.m, work.q), dtype=np.int32)
     for batch, batches, row, rows, column, columns in plan.boxes.tolist():
@@ -46,10 +46,10 @@ def test_our_plan_of_a_work_covers_it_and_gives_every_block_to_a_device(work: Wo
     assert plan.device.shape == (work.blocks,)
     assert set(plan.device.tolist()) == set(range(min(devices, work.blocks)))
     assert plan.fresh.shape == (work.blocks, 2)
-    assert plan.fresh.all()  # nothing is taken for granted in a benchmark
+    assert plan.fresh.all()  # a benchmark keeps no slabs
 
 
-def test_the_announced_sizes() -> None:
+def test_the_works_have_the_announced_sizes() -> None:
     assert (W1.blocks, 4 * W1.n * W1.block_rows) == (16, 8 * 2**20)
     assert (W2.blocks, 4 * W2.n * W2.block_rows) == (1024, 64 * 2**10)
     assert W1.flops == 2 * 1024 * 4096 * 4096
@@ -86,7 +86,7 @@ def test_operands_follow_the_seed() -> None:
 @pytest.mark.parametrize("slab_once", [True, False])
 def test_raw_workers_assemble_one_product_after_another(slab_once: bool) -> None:
     with RawWorkers() as workers:
-        for seed in range(3):  # other operands each time: a slab kept from the product before would show
+        for seed in range(3):  # new operands each time: a slab kept from the previous product would show
             a, b = UNEVEN.operands(seed)
             np.testing.assert_allclose(workers.multiply(UNEVEN, a, b, slab_once=slab_once), a @ b, atol=1e-4)
         pids = workers.pids
@@ -137,7 +137,7 @@ def test_a_peer_that_cannot_be_installed_is_reported_with_the_reason(tmp_path: P
 
 
 def _peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> dict[str, object]:
-    """The report on a peer whose script is this program, run by the interpreter of the tests."""
+    """The report on a peer whose script is this program, run by the tests' interpreter."""
     script = tmp_path / "peer.py"
     script.write_text(program)
     monkeypatch.setattr(peers, "_install", lambda *_: Path(sys.executable))
@@ -179,7 +179,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    state = Path(f"/proc/{pid}/stat")  # an orphan that nobody has collected yet has ended all the same
+    state = Path(f"/proc/{pid}/stat")  # a zombie that has not been reaped yet has ended too
     return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
 
 

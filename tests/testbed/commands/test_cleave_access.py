@@ -1,4 +1,4 @@
-"""The real commands, from the invitation to the work: cleave run --listen, cleave invite, the agent, cleave devices."""
+"""The real commands, from invitation to work: cleave run --listen, cleave invite, the agent, cleave devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _json(start: Start, *command: str) -> Any:
 
 @pytest.mark.slow
 def test_a_device_is_invited_into_a_run_works_and_is_revoked(start_warm: Start, state: Path) -> None:
-    waits = ("--set", "fleet.phones=1")  # the run begins when the device is there, however long it measures itself
+    waits = ("--set", "fleet.phones=1")  # the run begins when the device has joined, however long it measures itself
     run = start_warm("cleave", "run", "quickstart", *SMALL, *waits, "--listen", "tcp://127.0.0.1:0", cwd=state)
     address = run.expect("invited devices may join at", RUN_LIMIT_S).split(" at ")[1].split(",")[0]
     invited = _json(start_warm, "invite", "--expires", "2 days")
@@ -64,20 +64,20 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start_warm: Start, 
         (("invite", "--address", "192.0.2.7:5555", "--uses", "0"), "between 1 and"),
         (("invite", "--address", "192.0.2.7:5555", "--expires", "never"), "not a duration"),
         (("invite", "--address", "192.0.2.7"), "has no port"),
-        (("devices", "revoke", "nobody"), "no device 'nobody'"),
+        (("devices", "revoke", "unknown"), "no device 'unknown'"),
         (("invitations", "revoke", "nothing"), "no invitation 'nothing'"),
         (("run", "quickstart", "--set", "server.host=0.0.0.0"), "anyone could join there"),
         (("run", "quickstart", "--listen", "0.0.0.0"), "tcp://0.0.0.0:5555"),
     ],
 )
-def test_a_mistake_is_one_clear_line(start: Start, state: Path, command: tuple[str, ...], words: str) -> None:
+def test_a_mistake_gets_one_clear_line(start: Start, state: Path, command: tuple[str, ...], words: str) -> None:
     program = start("cleave", *command)
     assert program.wait() == 2
     assert words in program.output
     assert "Traceback" not in program.output
 
 
-def test_an_invitation_for_people_has_a_link_a_command_and_a_code(start: Start, state: Path) -> None:
+def test_an_invitation_shows_a_link_a_command_and_a_code(start: Start, state: Path) -> None:
     program = start("cleave", "invite", "--address", "192.0.2.7:5555")
     assert program.wait() == 0
     link = next(line for line in program.said if line.startswith("cleave://"))

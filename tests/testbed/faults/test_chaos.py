@@ -3,20 +3,16 @@ found, shrunk to a handful of operations, and printed as a test that fails in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from planted_bugs import first_failure, printed_test_fails_alike
 
-from ps.scheduling.assignments import Assignments
 from ps.scheduling.dispatcher import Dispatcher
-from ps.scheduling.events import AcceptBlocks, BlocksReturned, CancelBlocks, DevicesLeft, JobChecked
-from ps.scheduling.state import CUT, Turn
+from ps.scheduling.events import DevicesLeft, JobChecked
 from testbed.faults import chaos
-from testbed.faults.chaos import Failure, Tally, failure_of, generate, live_one, replay, shrink
-from testbed.faults.chaos_world import COMMON, FAULTS, HUGE, STRAYS, Operation, World
-
-Plant = Callable[[pytest.MonkeyPatch], None]
+from testbed.faults.chaos import Failure, Tally, failure_of, generate, replay, shrink
+from testbed.faults.chaos_world import COMMON, FAULTS, HUGE, STRAYS, World
 
 
 @pytest.mark.slow
@@ -40,8 +36,8 @@ def test_sound_code_survives_and_every_kind_of_fault_happens() -> None:
         assert tally.seen[what] >= 20, what
 
 
-def test_any_operation_can_be_left_out() -> None:
-    """Otherwise shrinking would find failures of its own."""
+def test_a_world_survives_without_any_one_operation() -> None:
+    """Otherwise shrinking would find new failures."""
     operations = generate(7, length=40)
     for start in range(0, len(operations), 3):
         replay(operations[:start] + operations[start + 3 :])
@@ -50,81 +46,8 @@ def test_any_operation_can_be_left_out() -> None:
     replay([])
 
 
-def forget_a_lost_block(patch: pytest.MonkeyPatch) -> None:
-    """One block of those that a device had is not cut again."""
-    honest = Assignments.cut
-
-    def cut(self: Assignments, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
-        for job_id, block in lost[:1] if len(lost) > 1 else []:
-            self._state.jobs[job_id].state[block] = CUT
-            self._state.jobs[job_id].open -= 1
-        honest(self, lost[1:] if len(lost) > 1 else lost, turn, avoid, loss)
-
-    patch.setattr(Assignments, "cut", cut)
-
-
-def accept_everything_in_a_message(patch: pytest.MonkeyPatch) -> None:
-    """An answer that comes once more is accepted once more."""
-    honest = Dispatcher.handle
-
-    def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
-        out = honest(self, event, now_s)
-        if isinstance(event, BlocksReturned) and not out and event.jobs[0] in self._state.jobs and event.blocks[0] == 0:
-            return [AcceptBlocks([0])]
-        return out
-
-    patch.setattr(Dispatcher, "handle", handle)
-
-
-def keep_the_dead_in_mind(patch: pytest.MonkeyPatch) -> None:
-    """A device that has left still counts among the able ones."""
-    honest = Dispatcher.handle
-
-    def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
-        able = self._standing.able
-        out = honest(self, event, now_s)
-        if isinstance(event, DevicesLeft) and len(able) > 2:
-            self._standing.able = able
-        return out
-
-    patch.setattr(Dispatcher, "handle", handle)
-
-
-def count_the_loser_too(patch: pytest.MonkeyPatch) -> None:
-    """An overdue block was given to a second device: the slower one's late answer is accepted, too."""
-    honest = Dispatcher.handle
-
-    def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
-        out = honest(self, event, now_s)
-        losers: set[tuple[int, int, int]] = self.__dict__.setdefault("losers", set())
-        for told in out:
-            if isinstance(told, CancelBlocks):
-                losers.update(zip(told.devices, told.jobs, told.blocks, strict=True))
-        if isinstance(event, BlocksReturned) and not out:
-            late = (event.devices[0], event.jobs[0], event.blocks[0])
-            if late in losers and late[1] in self._state.jobs:
-                return [AcceptBlocks([0])]
-        return out
-
-    patch.setattr(Dispatcher, "handle", handle)
-
-
-def accuse_the_loser(patch: pytest.MonkeyPatch) -> None:
-    """Whoever is overtaken is taken for the one who returned the block, and suspended if that was wrong."""
-    honest = Dispatcher.handle
-
-    def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
-        out = honest(self, event, now_s)
-        for told in out if isinstance(event, BlocksReturned) else []:
-            if isinstance(told, CancelBlocks) and told.jobs[0] == event.jobs[0]:
-                self._state.jobs[event.jobs[0]].device[event.blocks[0]] = told.devices[0]
-        return out
-
-    patch.setattr(Dispatcher, "handle", handle)
-
-
 def leave_a_wrong_block(patch: pytest.MonkeyPatch) -> None:
-    """Of the blocks that were found wrong one is not done again."""
+    """One of the blocks that were found wrong is not computed again."""
     honest = Dispatcher.handle
 
     def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
@@ -135,55 +58,20 @@ def leave_a_wrong_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dispatcher, "handle", handle)
 
 
-PLANTED = [
-    forget_a_lost_block,
-    accept_everything_in_a_message,
-    keep_the_dead_in_mind,
-    count_the_loser_too,
-    accuse_the_loser,
-    leave_a_wrong_block,
-]
-ONLY_BY: dict[Plant, set[str]] = {
-    count_the_loser_too: {"overdue"},
-    accuse_the_loser: {"overdue", "lie"},
-    leave_a_wrong_block: {"lie"},
-}
-FROM: dict[Plant, int] = {accuse_the_loser: 120}  # it takes a lie in an overdue block, which no world before 141 has
-
-
-def first_failure(most: int = 200, begin: int = 0) -> tuple[int, list[Operation], Failure]:
-    for seed in range(begin, begin + most):
-        if broken := live_one(seed, Tally()):
-            return seed, *broken
-    raise AssertionError(f"{most} worlds, and the bug was not found")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_bug_is_found_and_shrunk_and_its_test_fails_in_the_same_way(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    seed, operations, failure = first_failure(begin=FROM.get(plant, 0))
-    assert failure.kind.startswith(("ChaosError", "InvariantBroken")), "it is the planted bug that is found"
+def test_a_planted_bug_is_found_and_shrunk_and_its_test_fails_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs inside the dispatcher: tests/ps/scheduling/test_dispatcher_bugs.py."""
+    leave_a_wrong_block(monkeypatch)
+    seed, operations, failure = first_failure()
     smallest = shrink(operations, failure)
     assert len(smallest) <= 8 < len(operations), smallest
-    assert {operation[0] for operation in smallest} >= ONLY_BY.get(plant, set()), smallest
-    shrunk = failure_of(smallest)
-    assert shrunk is not None
-    assert shrunk.kind == failure.kind
-
-    namespace: dict[str, Any] = {}
-    exec(chaos.as_test(smallest, shrunk, seed), namespace)
-    test = namespace[f"test_the_world_of_seed_{seed}"]
-    with pytest.raises(Exception) as caught:  # noqa: PT011 what it raises is compared below
-        test()
-    assert f"{type(caught.value).__name__}: {caught.value}" == shrunk.text
+    assert "lie" in {operation[0] for operation in smallest}, smallest
+    test = printed_test_fails_alike(smallest, failure, seed)
     monkeypatch.undo()
-    test()  # the bug is gone, and the test passes
+    test()
 
 
-def test_nothing_can_be_left_out_of_what_was_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shrunk_world_needs_each_of_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_a_wrong_block(monkeypatch)
     _, operations, failure = first_failure()
     smallest = shrink(operations, failure)
@@ -193,14 +81,18 @@ def test_nothing_can_be_left_out_of_what_was_shrunk(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crash_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(self: Dispatcher, *_: Any) -> None:
-        raise KeyError(17)
+    honest = Dispatcher.handle
 
-    monkeypatch.setattr(Dispatcher, "_left", crash)
+    def handle(self: Dispatcher, event: Any, now_s: float) -> list[Any]:
+        if isinstance(event, DevicesLeft):
+            raise KeyError(17)
+        return honest(self, event, now_s)
+
+    monkeypatch.setattr(Dispatcher, "handle", handle)
     assert failure_of([("join", [COMMON]), ("leave", [0])]) == Failure("KeyError: #", "KeyError: 17")
 
 
-def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--seconds", "0.01", "--seed", "3"]) == 0
     said = capsys.readouterr().out
     assert "nothing broke: 2 worlds" in said
@@ -226,13 +118,13 @@ def test_a_wrong_option_ends_with_2(wrong: list[str]) -> None:
     assert ended.value.code == 2
 
 
-# ---- worlds that broke once
+# ---- worlds that once broke
 
 
-def test_a_suspect_does_what_nobody_else_can() -> None:
+def test_a_suspect_computes_what_no_other_device_can() -> None:
     # ChaosError: jobs [1] do not end although an able device lives
     weak = (1e9, 0.0, 1e7, 1e7, 0.0, 8, 4)
-    replay(
+    world = replay(
         [
             ("history", 2.0),
             ("join", [weak, (8e10, 0.0, 3e7, 3e8, 0.0, 200, 4), weak, COMMON, weak]),
@@ -242,11 +134,15 @@ def test_a_suspect_does_what_nobody_else_can() -> None:
             ("submit", [(1, 1, 1, 1, True, None)]),
         ]
     )
+    outcomes = [outcome for _, _, outcome in world.trace]
+    suspects = {device for outcome in outcomes for named in outcome.named for device in named.devices}
+    assert suspects
+    assert {sent.key[0] for outcome in outcomes for sent in outcome.sent if sent.key[1] == 1} == suspects
 
 
-def test_nothing_is_cancelled_before_it_is_sent() -> None:
+def test_no_block_is_cancelled_before_it_is_sent() -> None:
     # ChaosError: block 4 of job 3 was cancelled and is not under way on device 10 (pieces of overdue blocks)
-    replay(
+    world = replay(
         [
             ("planner", "packed"),
             ("history", 2.0),
@@ -261,15 +157,21 @@ def test_nothing_is_cancelled_before_it_is_sent() -> None:
             ("overdue", 123, 0.1),
         ]
     )
+    assert world.seen["overdue blocks sent to others"]
+    assert world.seen["blocks cancelled"]
 
 
-def test_what_nobody_waits_for_is_done_by_whoever_can_when_others_are_busy_beside_the_pass() -> None:
+def test_deferred_products_that_no_present_device_can_do_are_done_by_the_next_one() -> None:
     # ChaosError: jobs [1] do not end although an able device lives
     weak = (993646734680.0, 0.0, 107617628.0, 23870.0, 0.05, 8, 2)
-    replay(
+    world = replay(
         [
             ("join", [weak]),
             ("begin", [(1, 1, 1, 1, False, None), (1, 1, 1, 1, False, None)]),
             ("join", [COMMON]),
         ]
     )
+    outcomes = [outcome for _, _, outcome in world.trace]
+    assert [outcome.waiting for outcome in outcomes if outcome.waiting] == [[0, 1]]
+    assert {sent.key[0] for outcome in outcomes for sent in outcome.sent} == {1}
+    assert sorted(job for outcome in outcomes for job in outcome.finished) == [0, 1]

@@ -1,4 +1,4 @@
-"""A small part of `make fuzz`, every time: a real server under seeded nonsense stays alive, right and small."""
+"""A small part of `make fuzz` in every test run: under seeded nonsense a real server stays alive, right and small."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from agent.protocol.wire import ANSWER, Hello, Join, WireError, decode
 from ps.access.access_file import AccessFile
 from ps.access.admission import Caller, ConnectionAdmission, Refusals, Tickets
 from ps.access.joining import JoinAdmission
-from ps.planning.plans import Shape
-from ps.scheduling.state import whole
+from ps.planning.plans import Shape, whole
 from ps.transport.records import Records
 from ps.transport.roster import MOST_IDLE
 from testbed.access.inviting import new_invitation
@@ -52,11 +51,11 @@ def test_a_server_survives_nonsense_before_and_after_the_handshake() -> None:
     assert outcome.wrong == []
     assert outcome.messages >= MESSAGES
     assert set(KINDS) <= set(outcome.sent)
-    assert outcome.server["enrolled"] == outcome.sent["keys"] > 0  # they were in before they went wrong
+    assert outcome.server["enrolled"] == outcome.sent["keys"] > 0  # they were admitted before they sent nonsense
     assert outcome.server["dropped"] > outcome.sent["joins"] / 2
     assert outcome.server["refused"] > 100
     refusals = sum(count for text, count in outcome.server["said"].items() if text.startswith("refused"))
-    assert 0 < refusals <= 201  # not a line a message
+    assert 0 < refusals <= 201  # not one line per message
     kept = outcome.server["kept"]
     assert kept["joined"] > outcome.sent["joins"] / 2
     assert kept["numbers"] <= min(kept["joined"], kept["worked"] + MOST_IDLE + AT_ONCE)
@@ -68,7 +67,7 @@ def at_rest(
     return Rest(messages, keys, products, Memory(in_use, free, outside, in_use + outside + free))
 
 
-def test_an_outcome_that_is_not_well_says_so() -> None:
+def test_a_bad_outcome_says_so() -> None:
     well = {"products": 3, "wrong": 0, "waits": False, "error": None}
     many, full = 10**6, {"joined": 9000, "numbers": 7000, "worked": 1}
     cold, flat = at_rest(40 << 20, messages=50_000), [at_rest(50 << 20), at_rest(50 << 20)]
@@ -95,7 +94,7 @@ def test_an_outcome_that_is_not_well_says_so() -> None:
 
 
 def malloced_bytes(something: Callable[[], None]) -> int:
-    """What it keeps, in pieces of 16 bytes as malloc gives them out, each with 8 bytes of its own."""
+    """Bytes it keeps, in malloc's units of 16 bytes, each with 8 bytes of overhead."""
     tracemalloc.start()
     try:
         something()
@@ -105,7 +104,7 @@ def malloced_bytes(something: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-def test_a_product_costs_a_server_no_less_than_the_judgement_leaves_out() -> None:
+def test_a_product_costs_a_server_no_less_than_the_verdict_subtracts() -> None:
     records, many = Records(), 200
 
     def complete() -> None:
@@ -118,7 +117,7 @@ def test_a_product_costs_a_server_no_less_than_the_judgement_leaves_out() -> Non
     assert PRODUCT_BYTES <= kept / many < 1.25 * PRODUCT_BYTES
 
 
-def test_a_key_costs_a_server_no_less_than_the_judgement_leaves_out(tmp_path: Path) -> None:
+def test_a_key_costs_a_server_no_less_than_the_verdict_subtracts(tmp_path: Path) -> None:
     access, refusals, many = AccessFile(tmp_path), Refusals(lambda text: None), 200
     admission = ConnectionAdmission(access.impatient(), Tickets(), refusals)
     joining = JoinAdmission(access.impatient(), admission, refusals)
@@ -140,7 +139,7 @@ def test_a_key_costs_a_server_no_less_than_the_judgement_leaves_out(tmp_path: Pa
     assert KEY_BYTES <= kept / many < 1.25 * KEY_BYTES
 
 
-def test_memory_in_use_and_memory_beside_malloc_are_told_apart() -> None:
+def test_memory_of_malloc_and_other_memory_are_distinguished() -> None:
     before = memory()
     if before is None:
         pytest.skip("no glibc 2.33 or later")
@@ -156,7 +155,7 @@ def test_memory_in_use_and_memory_beside_malloc_are_told_apart() -> None:
     assert with_mapping.in_use_bytes - with_bytes.in_use_bytes < 1 << 20
 
 
-def test_what_happens_to_connections_leaves_nothing_behind() -> None:
+def test_monitoring_connections_leaves_nothing_behind() -> None:
     """pyzmq's own function keeps an enum member for every descriptor number."""
     members = zmq.Event._value2member_map_
     with zmq.Context() as context, context.socket(zmq.PAIR) as told, context.socket(zmq.PAIR) as teller:
@@ -173,18 +172,18 @@ def test_what_happens_to_connections_leaves_nothing_behind() -> None:
 def test_a_fuzz_that_is_killed_leaves_nothing_running(
     start: Start, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`start` looks for what is left."""
+    """`start` looks for leftovers."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     program = start("testbed.faults.fuzz", "--messages", "1000000")
-    until(lambda: len(psutil.Process(program.pid).children()) == 2, "it has a server and an agent")
+    until(lambda: len(psutil.Process(program.pid).children()) == 2, "the server and the agent have started")
     children = psutil.Process(program.pid).children()
-    until(lambda: all(child.net_connections("tcp") for child in children), "they are at work")
+    until(lambda: all(child.net_connections("tcp") for child in children), "both are connected")
     os.kill(program.pid, signal.SIGKILL)
-    until(lambda: not any(child.is_running() for child in children), "they are gone, too", limit_s=5.0)
+    until(lambda: not any(child.is_running() for child in children), "both have ended too", limit_s=5.0)
 
 
 @given(st.integers(0, 2**32))
-def test_a_mutated_message_is_one_or_is_refused_and_nothing_else(seed: int) -> None:
+def test_a_mutated_message_is_decoded_or_refused_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
     valid = valid_messages("x" * 22)
     for frames in valid:

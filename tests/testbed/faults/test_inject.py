@@ -1,5 +1,5 @@
-"""Promises of testbed.faults.inject: who is chosen for a fault, what goes out when, and an audit that hides nothing.
-No pods and no clock: a list takes the orders, and the test says what time it is."""
+"""Promises of testbed.faults.inject: which devices a fault hits, what is sent when, and an audit that hides nothing. No
+pods and no clock: a list takes the orders, and the test sets the time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NETWORKS = ["cable", "uk-ftth", "uk-ftth", "cable", "uk-ftth", "cable", "uk-ftth
 
 
 class FakePods:
-    """Two pods that do at once what they are told, at the time that it is."""
+    """Two pods that carry out orders at once, at the test's time."""
 
     def __init__(self, late_s: float = 0.0, deaf: bool = False) -> None:
         self.now_s = 0.0
@@ -80,7 +80,7 @@ def fault(do: str, at: str = "1 s", **keys: Any) -> Fault:
 # ---- choosing
 
 
-def test_the_same_seed_chooses_the_same_devices_and_another_others() -> None:
+def test_the_same_seed_chooses_the_same_devices_and_another_seed_others() -> None:
     networks = ["cable"] * 100
 
     def chosen(seed: int) -> tuple[int, ...]:
@@ -92,13 +92,13 @@ def test_the_same_seed_chooses_the_same_devices_and_another_others() -> None:
     assert chosen(1) != chosen(2)
 
 
-def test_a_group_outage_takes_all_of_a_network_and_brings_them_back() -> None:
+def test_a_group_outage_takes_all_devices_of_a_network_and_brings_them_back() -> None:
     plan = plan_faults([fault("vanish", network="uk-ftth", seconds=3.0)], NETWORKS, 2, 0)
     group = (1, 2, 4, 6, 7)
     assert plan == [Injection(1.0, "vanish", group), Injection(4.0, "return", group)]
 
 
-def test_who_left_is_who_returns_and_nobody_leaves_twice() -> None:
+def test_the_devices_that_left_return_and_none_leaves_twice() -> None:
     faults = [fault("return", "3 s", devices=8), fault("leave", "1 s", devices=3), fault("leave", "2 s", devices=3)]
     one, two, back = plan_faults(faults, NETWORKS, 2, 4)
     assert not set(one.devices) & set(two.devices)
@@ -113,24 +113,24 @@ def test_a_flap_leaves_and_returns_as_often_as_asked() -> None:
     assert len({i.devices for i in plan}) == 1
 
 
-def test_after_a_kill_the_devices_of_the_pod_are_chosen_no_more() -> None:
+def test_devices_of_a_killed_pod_are_not_chosen_again() -> None:
     kill, leave = plan_faults([fault("kill"), fault("leave", "2 s", share="100%")], NETWORKS, 2, 0)
     assert len(kill.pods) == 1
     assert set(kill.devices) | set(leave.devices) == set(range(8))
     assert not set(kill.devices) & set(leave.devices)
 
 
-def test_a_kill_that_leaves_no_pod_is_refused_with_what_to_set() -> None:
+def test_a_kill_that_leaves_no_pod_is_refused_with_advice() -> None:
     with pytest.raises(UserError, match=r"at least one must survive: set fleet.pods to 3 or more"):
         plan_faults([fault("kill", pods=2)], NETWORKS, 2, 0)
 
 
-def test_a_fault_for_nobody_is_refused() -> None:
+def test_a_fault_without_devices_is_refused() -> None:
     with pytest.raises(UserError, match='no device of this fleet is in the network "uk-adsl2plus"'):
         plan_faults([fault("leave", network="uk-adsl2plus")], NETWORKS, 2, 0)
 
 
-def test_memory_can_only_be_exhausted_where_there_is_a_limit() -> None:
+def test_memory_can_only_be_exhausted_under_a_limit() -> None:
     (exhaust,) = plan_faults([fault("exhaust")], NETWORKS, 8, 0)
     assert len(exhaust.pods) == len(exhaust.devices) == 1
     with pytest.raises(UserError, match="only containers of one device have"):
@@ -158,7 +158,7 @@ def test_a_pod_that_is_to_exhaust_its_memory_is_told_so_and_counts_as_killed() -
     assert not injector.waiting
 
 
-def test_a_fault_goes_out_when_it_is_due_to_the_pods_of_its_devices() -> None:
+def test_a_fault_is_sent_to_the_pods_of_its_devices_when_it_is_due() -> None:
     pods = FakePods()
     injector = Injector(pods, [Injection(1.0, "slow", (0, 1, 4), (), {"factor": 4.0})])
     pods.now_s = 0.9
@@ -189,7 +189,7 @@ def test_every_injection_is_noted_with_the_devices_of_the_fleet() -> None:
     assert pods.killed == [0]
 
 
-def test_a_stopped_pod_goes_on_after_its_time_and_both_are_in_the_audit() -> None:
+def test_a_stopped_pod_resumes_after_its_time_and_both_are_in_the_audit() -> None:
     plan = plan_faults([fault("stop", "1 s", pods=2, seconds=3.0), fault("kill", "2 s")], NETWORKS, 2, 0)
     pods = FakePods()
     injector = Injector(pods, plan)
@@ -205,7 +205,7 @@ def test_a_stopped_pod_goes_on_after_its_time_and_both_are_in_the_audit() -> Non
     ]
 
 
-def test_a_killed_pod_gets_no_more_orders_and_the_audit_says_who_was_left_out() -> None:
+def test_a_killed_pod_gets_no_more_orders_and_the_audit_names_the_devices_left_out() -> None:
     pods = FakePods()
     faults = [Injection(1.0, "kill", (0, 2), (0,)), Injection(2.0, "lie", (0, 1), (), {"how": "zeros"})]
     injector = Injector(pods, faults)
@@ -215,7 +215,7 @@ def test_a_killed_pod_gets_no_more_orders_and_the_audit_says_who_was_left_out() 
     assert [(e["asked"], e["done"]) for e in injector.audit()["faults"]["list"]] == [(1, 1), (2, 1)]
 
 
-def test_what_nobody_carried_out_or_came_too_late_for_the_run_is_not_called_injected() -> None:
+def test_a_fault_not_carried_out_or_due_after_the_run_does_not_count_as_injected() -> None:
     pods = FakePods(deaf=True)
     injector = Injector(pods, [Injection(1.0, "leave", (1,)), Injection(50.0, "leave", (2,))])
     drive(pods, injector, 3.0)
@@ -225,7 +225,7 @@ def test_what_nobody_carried_out_or_came_too_late_for_the_run_is_not_called_inje
     assert "0 of 1 faults injected, 1 due after the end" in describe(told)
 
 
-def test_churn_goes_out_as_scheduled_and_the_audit_is_complete() -> None:
+def test_churn_is_sent_as_scheduled_and_the_audit_is_complete() -> None:
     schedule = Schedule.from_trace(poisson_churn(8, 0.2, 3.0, 60.0, seed=3), 8)
     pods = FakePods()
     injector = Injector(pods, schedule=schedule, how="vanish")
@@ -239,7 +239,7 @@ def test_churn_goes_out_as_scheduled_and_the_audit_is_complete() -> None:
     for _, pod, order in pods.ordered:
         for index in order["devices"]:
             device = pods.device(pod, index)
-            assert there[device] != (order["do"] == "return")  # nobody leaves or returns twice
+            assert there[device] != (order["do"] == "return")  # no device leaves or returns twice
             there[device] = order["do"] == "return"
     np.testing.assert_array_equal(there, schedule.present_at(90.0))
 
@@ -260,20 +260,20 @@ def test_a_run_without_faults_has_nothing_to_audit() -> None:
     assert describe({}) == ""
 
 
-def test_what_goes_wrong_while_injecting_comes_to_light(until: Until) -> None:
+def test_an_error_while_injecting_is_raised(until: Until) -> None:
     class Broken(FakePods):
         def exchange(self, wait_s: float = 0.0) -> list[tuple[int, dict[str, Any]]]:
             raise OSError("the pipe burst")
 
     injector = Injector(Broken(), [Injection(0.0, "leave", (1,))])
     with pytest.raises(OSError, match="the pipe burst"), injecting(injector):
-        until(lambda: injector.error is not None, "it has been noticed")
+        until(lambda: injector.error is not None, "the error is noticed")
 
 
 # ---- churn of a scenario
 
 
-def test_poisson_churn_leaves_at_the_rate_of_the_scenario() -> None:
+def test_poisson_churn_has_the_departure_rate_of_the_scenario() -> None:
     churn = Churn(kind="poisson", leave_per_minute="30%", mean_away="20 s")
     schedule = churn_schedule(churn, 200, seed=1)
     leaves = sum(event.what == "leave" for event in schedule.until(600.0))
@@ -289,11 +289,11 @@ def test_a_trace_is_read_and_sped_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flash", "seti"])
-def test_published_sessions_can_be_had_by_name(kind: Any) -> None:
+def test_published_sessions_are_available_by_name(kind: Any) -> None:
     assert churn_schedule(Churn(kind=kind, speed_up=600.0), 100, seed=1).events
 
 
-def test_a_fleet_of_which_nobody_is_there_is_refused(tmp_path: Path) -> None:
+def test_a_fleet_with_no_device_at_the_start_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("device,start_s,end_s\na,0,50\nb,0,20\na,80,100\n", encoding="utf-8")
     with pytest.raises(UserError, match="none of the 2 devices is there when the run begins"):

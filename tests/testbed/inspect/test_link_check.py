@@ -1,4 +1,4 @@
-"""Promises of `cleave links check` and of emulator.links.probe: asked against achieved, and a verdict that follows."""
+"""Promises of `cleave links check` and of emulator.links.probe: requested against achieved, and the verdict."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_a_link_is_judged_by_both_rates_and_the_round_trip(got: MeasuredLink, wr
     assert link_check.judge("phone", SPEC, got, latency_in_kernel=True).wrong == wrong
 
 
-def test_latency_in_user_space_is_not_asked_of_the_kernel() -> None:
+def test_latency_held_in_user_space_is_not_expected_of_the_kernel() -> None:
     row = link_check.judge("phone", SPEC, replace(EXACT, round_trip_s=0.001), latency_in_kernel=False)
     assert (row.asked_round_trip_s, row.wrong) == (None, ())
     assert link_check.judge("phone", SPEC, EXACT, latency_in_kernel=False).wrong == ("round trip",)
 
 
-def test_the_verdict_counts_who_is_off_and_says_what_user_space_does() -> None:
+def test_the_verdict_counts_wrong_links_and_says_what_user_space_does() -> None:
     applied = Applied(100, 200, 0, False, ("latency", "jitter"), 0.1)
     good = link_check.judge("phone", SPEC, EXACT, True)
     bad = link_check.judge("laptop", SPEC, replace(EXACT, up_bps=1.0), True)
@@ -57,7 +57,7 @@ def test_the_verdict_counts_who_is_off_and_says_what_user_space_does() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 100), st.integers(0, 2**31))
-def test_a_sample_is_of_different_devices_and_the_same_for_the_same_seed(count: int, most: int, seed: int) -> None:
+def test_a_sample_has_different_devices_and_is_the_same_for_the_same_seed(count: int, most: int, seed: int) -> None:
     chosen = link_check.choose(count, most, seed)
     assert len(set(chosen)) == len(chosen) == min(count, most)
     assert all(0 <= device < count for device in chosen)
@@ -77,10 +77,10 @@ def test_every_device_is_in_one_group_and_a_group_fits_or_is_one_device(rates: l
 
 
 @given(st.floats(1e4, 1e9), st.integers(100, 100_000))
-def test_a_rate_is_that_of_a_steady_stream(bps: float, chunk: int) -> None:
+def test_the_measured_rate_is_that_of_a_steady_stream(bps: float, chunk: int) -> None:
     rate = Rate(bps)
     warm_up_s, needs_s = spans_s(bps)
-    step_s = (warm_up_s + needs_s) / 200  # so many arrivals, each of what came meanwhile
+    step_s = (warm_up_s + needs_s) / 200  # 200 arrivals, each with the bytes that came since the last
     now_s = 1000.0
     while not rate.enough:
         rate.arrived(round(bps / 8 * step_s) + chunk, now_s)
@@ -94,7 +94,7 @@ def test_a_rate_is_that_of_a_steady_stream(bps: float, chunk: int) -> None:
 
 @pytest.mark.root("network namespaces")
 @pytest.mark.slow
-def test_the_command_measures_a_sample_of_a_scenario_s_fleet() -> None:
+def test_the_command_measures_a_sample_of_a_scenarios_fleet() -> None:
     options = ["--set", "fleet.devices=40", "--set", "fleet.uniform=paper", "--set", "fleet.line_share=0.02"]
     done = subprocess.run(
         [*CLEAVE, *options, "--sample", "3", "--format", "json"], cwd=ROOT, capture_output=True, text=True, timeout=100
@@ -111,7 +111,7 @@ def test_the_command_measures_a_sample_of_a_scenario_s_fleet() -> None:
 @pytest.mark.parametrize(
     ("options", "says"), [(["--sample", "0"], "--sample is 0"), (["--format", "xml"], "must be table or json")]
 )
-def test_a_wrong_option_is_one_line(options: list[str], says: str) -> None:
+def test_a_wrong_option_gets_one_line(options: list[str], says: str) -> None:
     done = subprocess.run([*CLEAVE, *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert says in done.stderr

@@ -34,12 +34,12 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_figures_of_a_small_trace_are_those_of_a_hand_calculation(small: Path) -> None:
+def test_the_figures_of_a_small_trace_match_a_hand_calculation(small: Path) -> None:
     found = json.loads(cleave("inspect", small, "--format", "json").stdout)
     assert (found["devices"], found["sessions"], found["duration_s"]) == (2, 3, 10800)
     assert found["session_s"] == {"p10": 3600, "p50": 3600, "p90": 3600, "mean": 3600}
     assert found["gap_s"]["p50"] == 3600
-    assert found["departures"] == 2  # the third lasts until the end
+    assert found["departures"] == 2  # the third session lasts until the end
     assert found["departures_per_available_hour"] == pytest.approx(2 / 3)
     assert found["mean_availability"] == pytest.approx(0.5)
     assert found["repairs"]["merged"] == 1
@@ -49,7 +49,7 @@ def test_the_figures_of_a_small_trace_are_those_of_a_hand_calculation(small: Pat
     assert series["share"][0] == pytest.approx(1.0)
 
 
-def test_people_see_a_table_the_repairs_and_a_plot(small: Path) -> None:
+def test_the_output_has_a_table_the_repairs_and_a_plot(small: Path) -> None:
     done = cleave("inspect", small)
     assert done.returncode == 0, done.stderr
     assert "60 min / 60 min / 60 min" in done.stdout
@@ -58,7 +58,7 @@ def test_people_see_a_table_the_repairs_and_a_plot(small: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_the_figures_of_thousands_of_phones_are_those_of_their_sessions(tmp_path: Path) -> None:
+def test_the_figures_of_thousands_of_phones_match_their_sessions(tmp_path: Path) -> None:
     made = phone_sessions.sessions(seed=1)
     done = cleave("inspect", made.write(tmp_path / "phones.csv"), "--format", "json")
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_the_plot_is_as_wide_as_the_terminal_and_no_wider(width: int) -> None:
     assert lines[-1].split() == (["0", "24", "h", "48", "h"] if width > 20 else ["0", "48", "h"])
 
 
-def test_the_highest_column_fills_the_plot_an_empty_one_nothing_and_a_low_one_is_seen() -> None:
+def test_the_highest_column_fills_the_plot_an_empty_one_is_blank_and_a_low_one_is_visible() -> None:
     trace = trace_of([f"d{i}" for i in range(1000)], range(1000), [0] * 1000, [10] * 999 + [20], window_s=(0.0, 30.0))
     bars = [line[7:].ljust(30) for line in plot(trace, 38)[:ROWS]]
     assert all(line[:10] == "█" * 10 for line in bars)
@@ -94,11 +94,11 @@ def test_the_highest_column_fills_the_plot_an_empty_one_nothing_and_a_low_one_is
 def test_a_terminal_without_unicode_gets_a_plot_it_can_show() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print_trace(Console(file=file, width=60), flash_sessions(200, 48 * 3600.0, seed=1))
-    file.flush()  # would have failed on a block
+    file.flush()  # would fail on a block character
     assert HALVES[-1] * 3 in "".join(plot(flash_sessions(200, 48 * 3600.0, seed=1), 60, HALVES))
 
 
-def test_a_trace_without_gaps_has_none_to_measure() -> None:
+def test_a_trace_without_gaps_reports_none() -> None:
     trace = trace_of(["a", "b"], [0], [0], [10], window_s=(0.0, 10.0))
     assert measure(trace).gap_s is None
     assert measure(trace).never_there == 1
@@ -108,7 +108,7 @@ def test_a_trace_without_gaps_has_none_to_measure() -> None:
     assert "2 (1 never there)" in file.getvalue()
 
 
-def test_the_drawing_is_svg_that_stands_alone(small: Path, tmp_path: Path) -> None:
+def test_the_drawing_is_a_self_contained_svg(small: Path, tmp_path: Path) -> None:
     awkward = tmp_path / "<b>&.csv"
     awkward.write_bytes(small.read_bytes())
     drawing = tmp_path / "drawing.svg"
@@ -129,7 +129,7 @@ def test_the_drawing_is_svg_that_stands_alone(small: Path, tmp_path: Path) -> No
         (["small.csv", "--svg", "no/where.svg"], "cannot write the drawing"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_exit_code_2(
+def test_a_mistake_gets_one_clear_line_and_exit_code_2(
     arguments: list[str], told: str, small: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.csv").write_text("device,start_s,end_s\na,0,1\na,9,5\n", encoding="utf-8")
@@ -143,7 +143,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
 
 
 @pytest.mark.slow
-def test_the_figures_of_a_link_trace_are_those_of_a_hand_calculation(tmp_path: Path) -> None:
+def test_the_figures_of_a_link_trace_match_a_hand_calculation(tmp_path: Path) -> None:
     (tmp_path / "drive.down").write_text("".join(f"{ms}\n" for ms in (0, 0, 500, 1000, 1500, 2000)), encoding="utf-8")
     (tmp_path / "drive.up").write_text("1000\n2000\n", encoding="utf-8")
     found = json.loads(cleave("link", tmp_path / "drive", "--format", "json").stdout)
@@ -163,7 +163,7 @@ def test_the_figures_of_a_link_trace_are_those_of_a_hand_calculation(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "told"), [("", "it is empty"), ("1\nx\n", 'line 2: "x" is not'), (None, "there is neither")]
 )
-def test_a_mistake_in_a_link_trace_is_one_clear_line_and_exit_code_2(
+def test_a_mistake_in_a_link_trace_gets_one_clear_line_and_exit_code_2(
     tmp_path: Path, text: str | None, told: str
 ) -> None:
     if text is not None:
@@ -174,7 +174,7 @@ def test_a_mistake_in_a_link_trace_is_one_clear_line_and_exit_code_2(
     assert told in line
 
 
-def test_help_teaches_the_formats() -> None:
+def test_help_explains_the_formats() -> None:
     told = cleave("inspect", "--help").stdout
     for taught in (
         "device,start_s,end_s",

@@ -1,4 +1,4 @@
-"""Containers for real: a Docker engine of its own, the image made without a registry, runs on it, and nothing left."""
+"""Real containers: a Docker engine of its own, an image made without a registry, runs on it, nothing left behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.root("network namespaces and an engine"),
     pytest.mark.slow,
-    pytest.mark.timeout(600),  # the first one installs the engine and makes the image
+    pytest.mark.timeout(600),  # the first test installs the engine and makes the image
 ]
 DEVICE = """
 title = "a device of tests"
@@ -88,7 +88,7 @@ def docker() -> Iterator[TestEngine]:
     if reason := why_not():
         pytest.skip(reason)
     with engine() as running:
-        # not beside the engine, whose namespace has no way out: pip fetches the packages
+        # not in the engine's namespace, which has no way out: pip fetches the packages
         command = [*CLEAVE, "image", "--base", "debootstrap"]
         made = subprocess.run(command, env=running.environment, capture_output=True, text=True, check=False)
         assert made.returncode == 0, made.stdout + made.stderr
@@ -97,7 +97,7 @@ def docker() -> Iterator[TestEngine]:
 
 @pytest.fixture
 def at(docker: TestEngine, monkeypatch: pytest.MonkeyPatch) -> TestEngine:
-    """The engine, for whoever asks for one in this process; nothing of ours is there before or after."""
+    """The engine, for all of this process; nothing of ours is there before or after."""
     monkeypatch.setenv("DOCKER_HOST", docker.host)
     assert not ours(docker)
     return docker
@@ -127,10 +127,10 @@ def summary(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def running(at: TestEngine, folder: Path, file: str, until: Until) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A run beside the engine, once its devices have joined, and what it says. Killed if it does not end before."""
+    """A run beside the engine, once its devices have joined, and its log. Killed if it does not end before."""
     log = folder / "log"
     with log.open("wb") as said:
-        command = [*at.inside, *CLEAVE, "run", file]  # nsenter becomes what it starts
+        command = [*at.inside, *CLEAVE, "run", file]  # nsenter execs the command
         run = subprocess.Popen(command, env=at.environment, cwd=folder, stdout=said, stderr=said)
     try:
         until(lambda: run.poll() is not None or "devices joined" in log.read_text(), "devices join", 100)
@@ -159,10 +159,10 @@ do = "exhaust"
 """
 
 
-def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothing(
+def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothing_behind(
     at: TestEngine, tmp_path: Path, until: Until
 ) -> None:
-    """Paused, unplugged, killed, and killed by the kernel for taking more memory than the device has; over links that
+    """Containers are paused, unplugged, killed, and killed by the kernel for exceeding their memory, over links that
     the kernel shapes."""
     with running(at, tmp_path, scenario(tmp_path, 6, 6, 3, FAULTS), until) as (run, log):
         found = json.loads(at.docker("inspect", *at.docker("ps", "-q", "--filter", f"label={RUN_LABEL}").split()))
@@ -183,7 +183,7 @@ def test_a_run_on_containers_is_exact_whatever_happens_to_them_and_leaves_nothin
 
 
 def check_limits(found: list[dict[str, Any]]) -> None:
-    """One device each, on its own address, with the limits of its model."""
+    """One device per container, on its own address, with the limits of its model."""
     addresses = set()
     for container in found:
         limits = container["HostConfig"]
@@ -196,8 +196,8 @@ def check_limits(found: list[dict[str, Any]]) -> None:
 
 
 def check_quota(pod: int, whole: float) -> None:
-    """What computes has the share of a core that its device amounts to (a core's rate is measured, see
-    test_allotments); all of the container has one more, and its other threads no less than that."""
+    """The computing thread has the share of a core that matches its device (a core's rate is measured, see
+    test_allotments); the container has one core more, and its other threads at least that."""
     thread, groups = thread_of(pod), Path("/sys/fs/cgroup")
     assert thread is not None
     inside, second = container_group(Path(f"/proc/{pod}/task/{thread}/cgroup").read_text(), groups)
@@ -214,11 +214,11 @@ def check_quota(pod: int, whole: float) -> None:
         assert container_group(Path(f"/proc/{pod}/task/{other}/cgroup").read_text(), groups)[0] == around
 
 
-def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_else(
+def test_after_kill_9_of_the_testbed_clean_removes_what_is_ours_and_nothing_else(
     at: TestEngine, tmp_path: Path, until: Until
 ) -> None:
-    at.docker("run", "-d", "--name", "somebody-elses", "--entrypoint", "sleep", IMAGE, "600")
-    at.docker("network", "create", "--subnet", "10.201.0.0/16", "somebody-elses")  # the first range that would be taken
+    at.docker("run", "-d", "--name", "not-ours", "--entrypoint", "sleep", IMAGE, "600")
+    at.docker("network", "create", "--subnet", "10.201.0.0/16", "not-ours")  # the first range that we would take
     routes = ["ip", "-n", at.namespace, "route"]
     before = subprocess.check_output(routes)
     try:
@@ -226,22 +226,22 @@ def test_after_kill_9_of_the_testbed_clean_removes_what_was_ours_and_nothing_els
             addresses = connected_to(run, log)
             assert len(addresses) == 40  # every device of the two pods has its own
             assert not any(address.startswith("10.201.") for address in addresses)  # that range is in use
-            assert "left alone" in at.cleave("clean").stdout  # it is still going on
+            assert "left alone" in at.cleave("clean").stdout  # the run is still going on
             assert len(ours(at)) == 3
             run.send_signal(signal.SIGKILL)
         cleaned = at.cleave("clean")
         assert (cleaned.returncode, cleaned.stdout) == (0, "removed 2 containers and 1 networks\n")
         assert not ours(at)
         assert subprocess.check_output(routes) == before
-        assert at.docker("ps", "--format", "{{.Names}}").split() == ["somebody-elses"]
+        assert at.docker("ps", "--format", "{{.Names}}").split() == ["not-ours"]
         assert at.cleave("clean").stdout == "removed 0 containers and 0 networks\n"
     finally:
-        at.docker("rm", "-f", "somebody-elses")
-        at.docker("network", "rm", "somebody-elses")
+        at.docker("rm", "-f", "not-ours")
+        at.docker("network", "rm", "not-ours")
 
 
 def connected_to(run: subprocess.Popen[bytes], log: Path) -> set[str]:
-    """Who has a connection to the server of this run, in its own network namespace."""
+    """Addresses connected to the server of this run, in its own network namespace."""
     match = re.search(r"containers join at tcp://[0-9.]+:(\d+)", log.read_text())
     assert match
     found = set()
@@ -268,7 +268,7 @@ print(json.dumps(kernel.product(None, None)), flush=True)
 
 
 @pytest.mark.parametrize(("devices", "pods"), [(3, 3), (40, 2)])
-def test_links_are_checked_from_inside_containers_and_nothing_is_left(
+def test_links_are_checked_from_inside_containers_and_nothing_is_left_behind(
     at: TestEngine, tmp_path: Path, devices: int, pods: int
 ) -> None:
     file = scenario(tmp_path, devices, pods, 1)
@@ -282,7 +282,7 @@ def test_links_are_checked_from_inside_containers_and_nothing_is_left(
     assert not ours(at)
 
 
-def test_the_quota_of_what_computes_is_really_a_limit_and_goes_with_its_container(at: TestEngine) -> None:
+def test_the_quota_of_the_computing_thread_really_limits_it_and_ends_with_its_container(at: TestEngine) -> None:
     limits = allotment(20e9, 1 << 30, 80e9, modelled=False)
     whole, quota = limits.container, limits.arithmetic
     made = DockerEngine("quota", "")
@@ -300,20 +300,20 @@ def test_the_quota_of_what_computes_is_really_a_limit_and_goes_with_its_containe
         assert container.wait()["StatusCode"] == 0
         stream.close()
         wall_s, spent_s = json.loads(container.logs().splitlines()[0])
-        assert spent_s / wall_s < 1.2 * quota.share  # however busy this machine is; a last period may overrun
+        assert spent_s / wall_s < 1.2 * quota.share  # at any load of this machine; a last period may overrun
         gone = made.ask(asked, IMAGE, question)
         assert gone[0] == 2
-        assert gone[2] == "throttle: the processes of containers are not to be seen from here\n"
+        assert gone[2] == "throttle: the processes of containers cannot be seen from here\n"
     finally:
         made.remove_containers("quota")
         made.close()
     assert not group.exists()
 
 
-def test_where_what_computes_cannot_be_limited_the_container_is_and_the_run_says_why(
+def test_if_the_computing_thread_cannot_be_limited_the_container_is_and_the_run_says_why(
     at: TestEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an engine that does not give its control groups away."""
+    """As on an engine that does not expose its control groups."""
     monkeypatch.setattr(container_pods, "Spec", lambda *of, sets_quotas=False, **more: Spec(*of, **more))
 
     def act() -> None:
@@ -341,7 +341,7 @@ def test_where_what_computes_cannot_be_limited_the_container_is_and_the_run_says
     assert not ours(at)
 
 
-def test_an_engine_that_one_may_not_use_says_how_to_get_the_right(at: TestEngine) -> None:
+def test_without_permission_for_the_engine_the_error_says_how_to_get_it(at: TestEngine) -> None:
     code = """
 import os, docker, requests
 from emulator.containers.engine import DockerEngine
@@ -355,7 +355,7 @@ except Exception as error: print(type(error).__name__, error)
     assert "join the group docker" in said
 
 
-def test_a_missing_or_outdated_image_says_make_image(at: TestEngine) -> None:
+def test_for_a_missing_or_outdated_image_the_error_says_make_image(at: TestEngine) -> None:
     with pytest.raises(UserError, match='has no image "no-such": make it with `make image`'):
         ContainerHost(Launch(kind="docker", image="no-such"), 1)
     changed = at.docker("create", IMAGE).strip()
@@ -366,21 +366,21 @@ def test_a_missing_or_outdated_image_says_make_image(at: TestEngine) -> None:
     assert not ours(at)
 
 
-def test_a_range_that_is_too_small_or_taken_is_refused_and_nothing_is_left(at: TestEngine) -> None:
+def test_a_range_that_is_too_small_or_taken_is_refused_and_nothing_is_left_behind(at: TestEngine) -> None:
     with pytest.raises(UserError, match="has room for 5 containers and there are 6"):
         ContainerHost(Launch(kind="docker", subnet="10.99.0.0/29"), 6)
     with ContainerHost(Launch(kind="docker", subnet="10.99.0.0/24"), 6) as first:
         assert [str(bridge.subnet) for bridge in first.bridges] == ["10.99.0.0/24"]
         with pytest.raises(UserError, match="is in use here"):
             ContainerHost(Launch(kind="docker", subnet="10.99.0.0/16"), 6)
-        with ContainerHost(Launch(kind="docker"), 2500) as second:  # past the ports of a bridge
+        with ContainerHost(Launch(kind="docker"), 2500) as second:  # more than a bridge has ports
             assert len({bridge.subnet for bridge in second.bridges}) == 3
             assert len(ours(at)) == 4
     assert not ours(at)
 
 
-def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
-    """Filled with other interfaces until the kernel takes no more."""
+def test_a_full_bridge_is_reported_and_nothing_is_left_behind(at: TestEngine) -> None:
+    """Filled with other interfaces up to the kernel's limit."""
     ip, most = [*at.inside, "ip"], 1100
     ports = "".join(f"link add full{number} group 77 master BRIDGE type veth\n" for number in range(most))
     try:
@@ -398,9 +398,9 @@ def test_a_full_bridge_is_said_and_nothing_is_left(at: TestEngine) -> None:
     assert not ours(at)
 
 
-def test_addresses_that_the_engine_s_machine_uses_are_left_alone_and_others_taken(at: TestEngine) -> None:
-    """A range that cannot be seen from here, as on another machine: the kernel refuses it. And one that is too small
-    for all pods together: each gets its own."""
+def test_addresses_in_use_on_the_engines_machine_are_avoided(at: TestEngine) -> None:
+    """A range in use that cannot be seen from here, as on another machine: the kernel refuses it. And a range that is
+    too small for all pods together: each pod gets its own."""
     with ContainerHost(Launch(kind="docker"), 2) as container_host, idle(container_host, 2) as ends:
         first, second, third, *_ = free_subnets(container_host.engine.used_ranges())
         theirs = str(split(first, 2)[1])
@@ -413,12 +413,12 @@ def test_addresses_that_the_engine_s_machine_uses_are_left_alone_and_others_take
         assert [IPv4Address(pod["addresses"][0]) in ranges[i] for i, pod in enumerate(told)] == [True, True]
         routes = subprocess.run([*at.inside, "ip", "route"], capture_output=True, text=True, check=True).stdout
         assert str(ranges[0]) in routes
-        assert str(split(first, 2)[0]) not in routes  # what had been done behind the first range is undone
+        assert str(split(first, 2)[0]) not in routes  # changes for the first range are undone
         assert third
     assert not ours(at)
 
 
-def test_more_devices_than_a_kernel_has_classes_is_said_and_nothing_is_left(at: TestEngine) -> None:
+def test_more_devices_than_a_kernel_has_classes_are_refused_and_nothing_is_left_behind(at: TestEngine) -> None:
     with ContainerHost(Launch(kind="docker"), 1) as container_host, idle(container_host, 1) as ends:
         says = r"has room for 65,533 devices, 65,534 are asked for; take more pods \(fleet.pods\), or use links.kind"
         with pytest.raises(UserError, match=says):
@@ -433,7 +433,7 @@ def uniform(devices: int) -> Fleet:
 
 @contextmanager
 def idle(container_host: ContainerHost, count: int) -> Iterator[list[End]]:
-    """Containers on the bridge, until they hear that it is enough."""
+    """Containers on the bridge, until they are told to end."""
     wait = ["timeit", "-n", "1", "-r", "1", "input()"]
     streams, ends = [], []
     try:
@@ -449,11 +449,11 @@ def idle(container_host: ContainerHost, count: int) -> Iterator[list[End]]:
             stream.close()
 
 
-def test_a_server_that_containers_do_not_reach_is_said_before_they_are_started(at: TestEngine) -> None:
+def test_a_server_that_containers_cannot_reach_is_reported_before_they_are_started(at: TestEngine) -> None:
     with (
         ContainerHost(
             Launch(kind="docker"), 2
-        ) as elsewhere,  # beside the engine's namespace, as beside its virtual machine
+        ) as elsewhere,  # outside the engine's namespace, as outside its virtual machine
         pytest.raises(UserError, match=r"is not one of this machine: .* set launch.server_address"),
     ):
         elsewhere.server_host()
@@ -465,7 +465,7 @@ def test_a_server_that_containers_do_not_reach_is_said_before_they_are_started(a
     assert not ours(at)
 
 
-def test_an_engine_on_another_machine_is_asked_over_the_network_and_needs_to_know_where_the_server_is(
+def test_an_engine_on_another_machine_is_used_over_the_network_and_needs_the_servers_address(
     at: TestEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with forwarded(at) as port:
@@ -479,12 +479,12 @@ def test_an_engine_on_another_machine_is_asked_over_the_network_and_needs_to_kno
                 f"tcp://{container_host.bridges[0].gateway}:{listening(at, container_host)}"
             )
             assert found.core_flops > 0
-            assert abs(found.clock_offset_ns) < 1e9  # it is this machine after all
+            assert abs(found.clock_offset_ns) < 1e9  # it is really this machine
     assert not ours(at)
 
 
 def listening(at: TestEngine, container_host: ContainerHost) -> int:
-    """The port of somebody who listens beside the engine, in a container with the engine's own network."""
+    """The port of a listener beside the engine, in a container with the engine's own network."""
     code = "import socket; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); s.accept()"
     spec = Spec("cleave-listener", ["timeit", "-n", "1", "-r", "1", code], "host")
     container, stream = container_host.engine.start(spec, container_host.image)
@@ -498,7 +498,7 @@ def listening(at: TestEngine, container_host: ContainerHost) -> int:
 def forwarded(at: TestEngine) -> Iterator[int]:
     """A port of this machine that leads to the engine's socket."""
     path = str(at.folder / "docker.sock")
-    door = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0))
     ends: list[socket.socket] = []
     threads: list[threading.Thread] = []
 
@@ -512,7 +512,7 @@ def forwarded(at: TestEngine) -> Iterator[int]:
     def serve() -> None:
         with contextlib.suppress(OSError):
             while True:
-                client, _ = door.accept()
+                client, _ = listener.accept()
                 server = socket.socket(socket.AF_UNIX)
                 server.connect(path)
                 ends.extend((client, server))
@@ -523,13 +523,13 @@ def forwarded(at: TestEngine) -> Iterator[int]:
     threads.append(threading.Thread(target=serve))
     threads[0].start()
     try:
-        yield int(door.getsockname()[1])
+        yield int(listener.getsockname()[1])
     finally:
-        door.shutdown(socket.SHUT_RDWR)
+        listener.shutdown(socket.SHUT_RDWR)
         for end in ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()
-        for end in (door, *ends):
+        for end in (listener, *ends):
             end.close()

@@ -1,4 +1,4 @@
-"""Where no Docker engine is, what a scenario that wants one is told."""
+"""The error for a scenario that needs a Docker engine where there is none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testbed.launch.container_host import ContainerHost
 from testbed.runs.scenario import Launch
 
 
-def test_no_engine_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_engine_the_error_is_one_line_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
     with pytest.raises(NoEngine, match=r"no Docker engine answers at .*: start it, set DOCKER_HOST .* \"processes\"$"):
         ContainerHost(Launch(kind="docker"), 1)

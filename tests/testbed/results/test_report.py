@@ -1,4 +1,4 @@
-"""Promises of testbed.results.report: a trace that viewers can draw, a page that needs nothing and trusts nobody."""
+"""Promises of testbed.results.report: a trace that viewers can draw, a page that needs nothing and trusts no input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_blocks(count: int, devices: int, seed: int = 0, at_once: int = 4) -> di
     took_s = rng.exponential(at_once * 10 * devices / count / 2, count) + 1e-4
     job = (sent_s * 20).astype(np.int64)
     whole = {name: rng.integers(1, 200, count).astype(np.int32) for name in ("rows", "columns", "inner")}
-    order = np.argsort(sent_s + took_s)  # the file is in the order of arrival
+    order = np.argsort(sent_s + took_s)  # the file is in order of arrival
     columns = {
         "step": (1 + job // 40).astype(np.int32),
         "product": np.array([f"forward/mm_{j % 40}" for j in job.tolist()]),
@@ -120,7 +120,7 @@ def trace_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 class Page(HTMLParser):
-    """Reads a page, checks that its tags balance, keeps its text and attributes."""
+    """Parses a page, checks that its tags balance, keeps its text and attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Page(HTMLParser):
 # ---- trace.json
 
 
-def test_a_small_run_is_in_the_trace_as_a_whole(tmp_path: Path) -> None:
+def test_a_small_run_is_completely_in_the_trace(tmp_path: Path) -> None:
     blocks = make_blocks(300, 7)
     events, about = trace_of(make_run(tmp_path, blocks, names(7)))
     slices = [e for e in events if e["ph"] == "X" and "block" in e.get("args", {})]
@@ -162,7 +162,7 @@ def test_a_small_run_is_in_the_trace_as_a_whole(tmp_path: Path) -> None:
         assert event["ts"] + event["dur"] == pytest.approx(1e6 * blocks["received_s"][row], abs=0.01)
 
 
-def test_a_device_has_its_name_on_its_track_and_another_track_only_for_what_overlaps(tmp_path: Path) -> None:
+def test_a_device_has_its_name_on_its_track_and_extra_tracks_only_for_overlaps(tmp_path: Path) -> None:
     blocks = make_blocks(40, 3, at_once=1)
     blocks["sent_s"], blocks["received_s"] = np.arange(40.0), np.arange(40.0) + 0.5
     events, _ = trace_of(make_run(tmp_path, blocks, names(3)))
@@ -199,12 +199,12 @@ def test_the_counter_counts_the_blocks_in_flight(tmp_path: Path) -> None:
         assert count == int(((blocks["sent_s"] <= middle_s) & (blocks["received_s"] > middle_s)).sum())
 
 
-def test_a_long_run_is_bounded_quick_and_says_what_is_left_out(tmp_path: Path) -> None:
+def test_the_trace_of_a_long_run_is_bounded_quick_and_says_what_is_left_out(tmp_path: Path) -> None:
     make_run(tmp_path, make_blocks(100_000, 900), names(900))
     begun = time.process_time()
     events, about = trace_of(tmp_path)
     page = write_report(tmp_path)
-    assert time.process_time() - begun < 4  # both, and reading the trace back; a second or so on an idle machine
+    assert time.process_time() - begun < 4  # both, and reading the trace back; about a second on an idle machine
     assert len(events) <= TRACE_EVENTS
     blocks_in = sum("block" in e.get("args", {}) for e in events if e["ph"] == "X")
     assert about["blocks_shown"] == blocks_in > 1000
@@ -221,7 +221,7 @@ def test_the_limits_keep_the_promise_in_the_worst_case() -> None:
     assert labels + slices <= TRACE_EVENTS
 
 
-def test_the_busiest_devices_are_the_ones_shown(tmp_path: Path) -> None:
+def test_the_busiest_devices_are_shown(tmp_path: Path) -> None:
     blocks = make_blocks(3000, 200)
     blocks["device"][:1500] = 123
     events, _ = trace_of(make_run(tmp_path, blocks, names(200)))
@@ -238,7 +238,7 @@ def test_the_page_shows_verdict_curves_times_and_devices(tmp_path: Path) -> None
     page = Page(text)
     assert {"DEGRADED", "the host was too slow", "plain PyTorch", "12.5 MB", "600 MB"} <= set(page.text)
     assert text.count("<svg") == 4
-    assert text.count("<polyline") == 3  # two losses, seconds a step
+    assert text.count("<polyline") == 3  # two losses, seconds per step
     assert any(line.startswith("step 4, devices: 4.8") for line in page.text)
     assert "pixel-8/uk-ftth/3" in page.text
 
@@ -252,7 +252,7 @@ def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_a_strangers_names_stay_text(tmp_path: Path) -> None:
+def test_names_from_devices_stay_text(tmp_path: Path) -> None:
     blocks = make_blocks(50, 2)
     blocks["product"] = np.full(50, HOSTILE)
     make_run(tmp_path, blocks, [HOSTILE, "x"], name=HOSTILE, verdict=HOSTILE, reasons=[HOSTILE], basis={HOSTILE: 1})
@@ -264,7 +264,7 @@ def test_a_strangers_names_stay_text(tmp_path: Path) -> None:
     assert trace_of(tmp_path)[1]["name"] == HOSTILE
 
 
-def test_a_real_device_is_named_as_such_and_does_not_spoil_the_lateness_of_the_others(tmp_path: Path) -> None:
+def test_a_real_device_is_marked_as_such_and_does_not_count_in_the_lateness(tmp_path: Path) -> None:
     blocks = make_blocks(200, 2)
     blocks["due_s"][blocks["device"] == 1] = math.nan
     page = Page(write_report(make_run(tmp_path, blocks, names(2))).read_text(encoding="utf-8"))
@@ -275,7 +275,7 @@ def test_a_real_device_is_named_as_such_and_does_not_spoil_the_lateness_of_the_o
     assert len(late) == int((blocks["device"] == 0).sum())
 
 
-def test_a_loss_that_exploded_is_still_reported(tmp_path: Path) -> None:
+def test_a_run_with_an_infinite_loss_is_still_reported(tmp_path: Path) -> None:
     make_run(tmp_path, make_blocks(50, 2), names(2), losses=[5.0, math.inf, math.nan], verdict="FAILED")
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "FAILED" in page.text
@@ -311,14 +311,14 @@ def test_a_folder_without_a_finished_run_is_refused_by_name(tmp_path: Path, miss
     ("file", "content"),
     [("blocks.parquet", b"PAR1 not"), ("summary.json", b"{"), ("steps.csv", b"step,loss\n1,abc\n")],
 )
-def test_a_damaged_file_is_refused_without_a_traceback_of_libraries(tmp_path: Path, file: str, content: bytes) -> None:
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, file: str, content: bytes) -> None:
     make_run(tmp_path, make_blocks(10, 2), names(2))
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ReportError, match="cannot be read"):
         write_report(tmp_path)
 
 
-def test_names_that_are_not_dictionary_encoded_are_read_too(tmp_path: Path) -> None:
+def test_names_without_dictionary_encoding_are_read_too(tmp_path: Path) -> None:
     make_run(tmp_path, make_blocks(10, 2), names(2))
     path = tmp_path / "blocks.parquet"
     table = pyarrow.parquet.read_table(path)
@@ -338,7 +338,7 @@ def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
     assert low - 1e-9 <= found[0] < found[-1] <= low + width + 1e-9
 
 
-def test_a_histogram_has_every_block_in_some_bar() -> None:
+def test_every_block_is_in_some_bar_of_a_histogram() -> None:
     seconds = np.concatenate([np.linspace(0, 0.01, 990), np.full(10, 5.0)])
     drawn = histogram(seconds)
     counts = [int(part.split(" blocks")[0].split(": ")[-1].replace(",", "")) for part in drawn.split("<title>")[1:]]
@@ -381,6 +381,6 @@ def test_the_summary_says_how_the_step_compares_with_its_prediction(
     assert (told in text) if told else ("predicted" not in text)
 
 
-def test_real_devices_of_which_no_name_is_kept_are_counted(tmp_path: Path) -> None:
+def test_real_devices_without_a_kept_name_are_counted(tmp_path: Path) -> None:
     make_run(tmp_path, make_blocks(10, 2), names(2), real_devices={"phone": 7}, real_devices_forgotten=1234)
     assert "phone (7 blocks), 1,234 more that left without having returned a block" in summary_of(tmp_path)

@@ -1,4 +1,4 @@
-"""The real `cleave run` while its devices come, go and fail: the loss is that of plain PyTorch all the same, and the
+"""The real `cleave run` while its devices join, leave and fail: the loss still equals that of plain PyTorch, and the
 results say what was done to the fleet."""
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FAULTS = """[
 LIES = "[" + ", ".join(
     f'{{at = "0 s", do = "lie", devices = 1, how = "{how}"}}' for how in ("noise", "element", "stale", "zeros", "nan")
 ) + "]"  # fmt: skip
-# One in twenty lies, each in a way of its own, for two steps. Devices are alike, and there is work for all of them.
+# One device in twenty lies, each in its own way, for two steps. Devices are alike, and there is work for all of them.
 LIARS = ("--devices", "100", "--steps", "2", "--set", "data.batch=8", "--set", "data.sequence=64")
 ALIKE = ("--set", "fleet.kinds={pixel-8 = 1}", "--set", "fleet.networks={us-starlink-2025q1 = 1}")
-SLOW = ("--set", "fleet.line_share=0.05", "--set", "fleet.pods=1")  # so that one line more is worth its latency
+SLOW = ("--set", "fleet.line_share=0.05", "--set", "fleet.pods=1")  # so that another line is worth its latency
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
         self.injected = [event for event in map(json.loads, lines) if event["event"] == "injected"]
 
     def check(self) -> None:
-        """Right, however busy the machine was."""
+        """Right at any load of the machine."""
         assert self.summary["loss_max_abs_diff"] <= 1e-4
         assert self.summary["flops_done"] == self.summary["flops_reference"]
         assert self.summary["verdict"] in ("VALID", "DEGRADED")
@@ -73,7 +73,7 @@ def runs(start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.slow
-def test_with_devices_coming_and_going_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
+def test_with_churn_the_loss_equals_plain_pytorchs(runs: dict[str, Run]) -> None:
     run = runs["churn"]
     run.check()
     audit = run.summary["audit"]["churn"]
@@ -85,7 +85,7 @@ def test_with_devices_coming_and_going_the_loss_is_that_of_plain_pytorch(runs: d
 
 
 @pytest.mark.slow
-def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(runs: dict[str, Run]) -> None:
+def test_with_faults_of_every_kind_but_lies_the_loss_equals_plain_pytorchs(runs: dict[str, Run]) -> None:
     run = runs["faults"]
     run.check()
     audit = run.summary["audit"]["faults"]
@@ -93,11 +93,11 @@ def test_with_faults_of_every_kind_but_lies_the_loss_is_that_of_plain_pytorch(ru
     assert audit["injected"] + audit["after_the_end"] >= 10, audit
     asked = {"slow", "vanish", "corrupt", "freeze", "leave", "return", "stop", "kill"}
     assert {event["do"] for event in run.injected} >= asked
-    assert run.summary["lost_devices"] >= 10  # the killed pod's
+    assert run.summary["lost_devices"] >= 10  # those of the killed pod
 
 
 @pytest.mark.slow
-def test_liars_are_all_caught_within_two_steps_and_nobody_else_and_the_loss_is_that_of_plain_pytorch(
+def test_all_liars_and_no_others_are_caught_within_two_steps_and_the_loss_equals_plain_pytorchs(
     runs: dict[str, Run],
 ) -> None:
     run = runs["lies"]
@@ -106,7 +106,7 @@ def test_liars_are_all_caught_within_two_steps_and_nobody_else_and_the_loss_is_t
     assert len(liars) == 5
     names = parquet.read_table(run.folder / "blocks.parquet")["device_name"].to_pylist()
     worked = {int(name.rsplit("/", 1)[1]) for name in set(names)}
-    assert liars <= worked, "whoever has no work cannot lie"
+    assert liars <= worked, "a device without work cannot lie"
     caught = {int(label.split(" ")[0].rsplit("/", 1)[1]) for label in run.summary["suspended"]}
     assert caught == liars
     assert run.summary["verification"]["wrong"] >= len(caught)

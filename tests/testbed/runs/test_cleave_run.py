@@ -1,4 +1,4 @@
-"""The real `cleave` command in an empty folder: what it promises to whoever types it, rightly or wrongly."""
+"""The real `cleave` command in an empty folder: its promises to users, and its messages for their mistakes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ NAMED_BY_THE_ISSUE = (
 
 
 class Run:
-    """A finished run, as its folder tells it."""
+    """A finished run, read from its folder."""
 
     def __init__(self, program: Program, folder: Path) -> None:
         self.code, self.output = program.wait(RUN_LIMIT_S), program.output
         assert self.code == 0, self.output
-        (self.folder,) = (folder / "runs").iterdir()
+        (self.folder,) = (path for path in (folder / "runs").iterdir() if path.is_dir())
         self.summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         with (self.folder / "steps.csv").open(newline="", encoding="utf-8") as file:
             self.steps = list(csv.DictReader(file))
@@ -70,19 +70,19 @@ def launch(start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def runs(launch: Launch, start_module: Start) -> dict[str, Run]:
-    """An OPT and a Llama model, two steps each; the first as anybody would start it."""
+    """An OPT and a Llama model, two steps each; the first started like any user would."""
     started = {"quickstart": launch("quickstart", "--steps", "2", start=start_module)}
     started["llama"] = launch("llama", "--steps", "2")
     return {scenario: Run(*pair) for scenario, pair in started.items()}
 
 
-# In virtual time: how often a slab travels must not depend on how busy this machine is.
+# In virtual time: how often a slab travels must not depend on the load of this machine.
 IN_PARTS = ("--steps", "2", "--set", "data.batch=4", "--set", "training.micro_batches=4", "--set", "clock.kind=virtual")
 
 
 @pytest.fixture(scope="module")
 def keeping(runs: dict[str, Run], launch: Launch) -> dict[str, Run]:
-    """Four micro-batches a step, on devices that keep the weights meanwhile and on devices that do not."""
+    """Four micro-batches per step, on devices that keep the weights in between and on devices that do not."""
     started = {
         keep: launch("quickstart", *MODEL, *IN_PARTS, "--set", f"planner.keep={keep}") for keep in ("true", "false")
     }
@@ -98,8 +98,8 @@ def exploding(launch: Launch) -> tuple[Program, Path]:
 
 @pytest.fixture(scope="module")
 def long_runs(launch: Launch) -> dict[signal.Signals, Program]:
-    """Runs that take minutes, one for each way of ending them; over lines so slow that a step takes seconds, so that
-    those which wait for their end take nothing from the others."""
+    """Runs of several minutes, one for each way of ending them; on lines so slow that a step takes seconds, so that the
+    waiting runs take nothing from the others."""
     return {
         number: launch("quickstart", "--steps", "60", *MODEL, "--set", "fleet.line_share=0.0005")[0]
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
@@ -108,7 +108,7 @@ def long_runs(launch: Launch) -> dict[signal.Signals, Program]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "model"), [("quickstart", "opt-tiny"), ("llama", "llama-tiny")])
-def test_the_loss_is_that_of_plain_pytorch_and_the_devices_did_all_of_it(
+def test_the_loss_equals_plain_pytorchs_and_the_devices_did_all_products(
     runs: dict[str, Run], scenario: str, model: str
 ) -> None:
     summary = runs[scenario].summary
@@ -116,14 +116,14 @@ def test_the_loss_is_that_of_plain_pytorch_and_the_devices_did_all_of_it(
     assert len(summary["losses"]) == len(summary["reference_losses"]) == summary["steps"] == 2
     largest = max(abs(a - b) for a, b in zip(summary["losses"], summary["reference_losses"], strict=True))
     assert summary["loss_max_abs_diff"] == largest <= 1e-4
-    assert all(4 < loss < 7 for loss in summary["losses"])  # near ln 256 at first: a model that sees nothing yet
+    assert all(4 < loss < 7 for loss in summary["losses"])  # near ln 256 at first: an untrained model
     assert summary["flops_done"] == summary["flops_reference"] > 0
     assert summary["verdict"] in ("VALID", "DEGRADED")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
-def test_the_summary_has_what_was_promised(runs: dict[str, Run], scenario: str) -> None:
+def test_the_summary_has_every_promised_figure(runs: dict[str, Run], scenario: str) -> None:
     summary = runs[scenario].summary
     assert not set(NAMED_BY_THE_ISSUE) - set(summary)
     assert summary["devices"] == 40
@@ -155,7 +155,7 @@ def test_every_file_of_the_results_is_readable_and_they_agree(runs: dict[str, Ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
-def test_the_blocks_tile_every_product_and_their_flops_add_up(runs: dict[str, Run], scenario: str) -> None:
+def test_the_blocks_cover_every_product_and_their_flops_add_up(runs: dict[str, Run], scenario: str) -> None:
     run = runs[scenario]
     column = {name: run.blocks[name].to_numpy() for name in run.blocks.column_names}
     cells = column["batches"].astype(np.int64) * column["rows"] * column["columns"]
@@ -176,7 +176,7 @@ _EXTENTS = (("batch", "batches"), ("row", "rows"), ("column", "columns"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["quickstart", "llama"])
-def test_how_long_a_step_should_take_is_said_before_it_is_taken(runs: dict[str, Run], scenario: str) -> None:
+def test_the_predicted_step_time_is_printed_before_the_first_step(runs: dict[str, Run], scenario: str) -> None:
     run = runs[scenario]
     predicted_s = run.summary["predicted_step_s"]
     assert predicted_s > 0
@@ -185,6 +185,27 @@ def test_how_long_a_step_should_take_is_said_before_it_is_taken(runs: dict[str, 
     assert order.index("predicted") < order.index("step")
     assert [e["step_s"] for e in run.events if e["event"] == "predicted"] == [predicted_s]
     assert f"predicted {predicted_s:.2f} (achieved " in (run.folder / "summary.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_without_a_prediction_blocks_alone_are_judged(launch: Launch) -> None:
+    run = Run(*launch("quickstart", "--steps", "1", "--no-predict"))
+    assert run.summary["predicted_step_s"] is None
+    assert run.summary["fidelity"]["step_stretch"] is None
+    assert run.summary["fidelity"]["blocks"] > 0
+    assert "a step should take" not in run.output
+
+
+@pytest.mark.slow
+def test_the_scenario_of_a_real_model_at_a_small_size(launch: Launch) -> None:
+    """The whole lines and the clock of the scenario, a smaller model and fleet."""
+    run = Run(*launch("opt-125m", "--steps", "1", *MODEL))
+    assert run.summary["loss_max_abs_diff"] <= 1e-4
+    assert run.summary["verdict"] in ("VALID", "DEGRADED")
+    assert run.summary["clock"]["kind"] in ("wall", "scaled")
+    assert run.summary["clock"]["trials"][0]["scale"] == 1.0
+    assert "at 1x times" in run.summary["clock"]["why"]
+    assert "s left" in run.output  # every probe says how long the others may take
 
 
 @pytest.mark.slow
@@ -198,7 +219,7 @@ def test_devices_that_keep_the_weights_download_a_third_less_and_the_loss_is_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["true", "false"])
-def test_a_batch_in_parts_has_the_loss_and_the_flops_of_plain_pytorch(keeping: dict[str, Run], keep: str) -> None:
+def test_micro_batches_have_the_loss_and_the_flops_of_plain_pytorch(keeping: dict[str, Run], keep: str) -> None:
     summary = keeping[keep].summary
     assert summary["loss_max_abs_diff"] <= 1e-4
     assert summary["flops_done"] == summary["flops_reference"] > 0
@@ -206,7 +227,7 @@ def test_a_batch_in_parts_has_the_loss_and_the_flops_of_plain_pytorch(keeping: d
 
 
 @pytest.mark.slow
-def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]) -> None:
+def test_progress_is_plain_lines_without_a_terminal(runs: dict[str, Run]) -> None:
     output = runs["quickstart"].output
     for text in (
         "server at tcp://",
@@ -223,20 +244,22 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(runs: dict[str, Run]
 
 @pytest.mark.slow
 def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_nor_loss(
-    start_warm: Start, runs: dict[str, Run], tmp_path: Path
+    start_warm: Start, tmp_path: Path
 ) -> None:
-    name = "[/dim]<b>phone</b>"  # a name is only a name
-    program = start_warm("cleave", "run", "quickstart", *SMALL, "--steps", "24", cwd=tmp_path)
+    """Over lines so slow that the run waits most of the time, and the agent has time to join."""
+    name = "[/dim]<b>phone</b>"  # a name is never interpreted
+    small = (*SMALL, *MODEL, "--devices", "12", "--steps", "16", "--set", "fleet.line_share=0.003")
+    program = start_warm("cleave", "run", "quickstart", *small, cwd=tmp_path)
     address = re.search(r"tcp://[\d.:]+", program.expect("server at", RUN_LIMIT_S))
     assert address is not None
-    program.expect("step 1 of 24", RUN_LIMIT_S)
+    program.expect("step 1 of 16", RUN_LIMIT_S)
     agent = start_warm(
         *("agent", "--ps", address[0], "--name", name, "--kernel", "numpy", "--unmeasured"),
         *("--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms"),
     )
     agent.expect("joined")
-    seen = max(int(found) for found in re.findall(r"step (\d+) of 24", program.output))
-    program.expect(f"step {seen + 2} of 24")
+    seen = max(int(found) for found in re.findall(r"step (\d+) of 16", program.output))
+    program.expect(f"step {seen + 2} of 16")
     agent.signal(signal.SIGKILL)
     run = Run(program, tmp_path)
     assert list(run.summary["real_devices"]) == [name]
@@ -245,17 +268,12 @@ def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_no
     assert f"lost {name}" in run.output
     assert run.summary["loss_max_abs_diff"] <= 1e-4
     assert run.summary["flops_done"] == run.summary["flops_reference"]
-    assert int(run.steps[-1]["devices"]) == 40
-
-    # the same seed: the same weights and batches, whoever computes them
-    earlier = runs["quickstart"].summary
-    assert run.summary["reference_losses"][:2] == earlier["reference_losses"]
-    assert run.summary["losses"][:2] == pytest.approx(earlier["losses"], abs=1e-5)
+    assert int(run.steps[-1]["devices"]) == 12
 
 
 @pytest.mark.alone  # the verdict is VALID only if the host keeps up
 @pytest.mark.slow
-def test_a_training_that_diverges_to_nan_goes_on_exactly_as_plain_pytorch_does(exploding: tuple[Program, Path]) -> None:
+def test_a_training_that_diverges_to_nan_continues_exactly_like_plain_pytorch(exploding: tuple[Program, Path]) -> None:
     program, parent = exploding
     code = program.wait(RUN_LIMIT_S)
     (folder,) = (parent / "runs").iterdir()
@@ -273,7 +291,7 @@ def test_a_training_that_diverges_to_nan_goes_on_exactly_as_plain_pytorch_does(e
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_interrupted_it_ends_everything_it_started(
+def test_an_interrupted_run_ends_everything_it_started(
     long_runs: dict[signal.Signals, Program], number: signal.Signals
 ) -> None:
     program = long_runs[number]
@@ -289,7 +307,7 @@ def test_interrupted_it_ends_everything_it_started(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pods end when the server falls silent, a little later")
-def test_killed_in_the_middle_of_training_it_leaves_no_process(long_runs: dict[signal.Signals, Program]) -> None:
+def test_a_run_killed_in_the_middle_of_training_leaves_no_process(long_runs: dict[signal.Signals, Program]) -> None:
     program = long_runs[signal.SIGKILL]
     program.expect("step 1 of 60", RUN_LIMIT_S)
     started = psutil.Process(program.pid).children(recursive=True)
@@ -299,9 +317,9 @@ def test_killed_in_the_middle_of_training_it_leaves_no_process(long_runs: dict[s
     assert alive == []
 
 
-# ---- what a person may get wrong
+# ---- user mistakes
 
-MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # arguments; what the message must say
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {  # arguments; words that the message must contain
     "unknown scenario": (["quikstart"], ['unknown scenario "quikstart"', "did you mean quickstart", "llama"]),
     "no such file": (["mine.toml"], ["there is no file mine.toml", "packaged scenarios"]),
     "unknown model": (["quickstart", "--model", "opt-tny"], ["unknown model", "opt-tny", "opt-tiny"]),
@@ -358,30 +376,30 @@ def _is_a_clear_refusal(program: Program, expected: list[str], folder: Path) -> 
     assert "Traceback" not in program.output
     for text in expected:
         assert text in told
-    assert len([line for line in program.errors if line]) <= 3, told  # one message, at most with its usage above it
+    assert len([line for line in program.errors if line]) <= 3, told  # one message, at most with the usage above it
     assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_a_line_with_what_to_do(start: Start, tmp_path: Path, mistake: str) -> None:
+def test_a_mistake_gets_one_line_with_advice(start_light: Start, tmp_path: Path, mistake: str) -> None:
     arguments, expected = MISTAKES[mistake]
     for name, content in FILES.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-    _is_a_clear_refusal(start("cleave", "run", *arguments, cwd=tmp_path), expected, tmp_path)
+    _is_a_clear_refusal(start_light("cleave", "run", *arguments, cwd=tmp_path), expected, tmp_path)
 
 
-def test_an_unknown_command_is_told_with_the_known_ones(start: Start, tmp_path: Path) -> None:
+def test_an_unknown_command_is_reported_with_the_known_ones(start: Start, tmp_path: Path) -> None:
     _is_a_clear_refusal(start("cleave", "rum", "quickstart", cwd=tmp_path), ["rum"], tmp_path)
 
 
-def test_without_arguments_it_explains_itself(start: Start, tmp_path: Path) -> None:
+def test_without_arguments_cleave_prints_its_help(start: Start, tmp_path: Path) -> None:
     program = start("cleave", cwd=tmp_path)
     assert program.wait() in (0, 2)
     assert "Usage: cleave" in program.output
     assert "Traceback" not in program.output
 
 
-NARROW = (  # fewer tokens than there are bytes
+NARROW = (  # fewer tokens than byte values
     '{"model_type": "opt", "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, '
     '"ffn_dim": 64, "word_embed_proj_dim": 32}'
 )
@@ -391,7 +409,7 @@ NARROW = (  # fewer tokens than there are bytes
 def late_mistakes(
     start_warm_module: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[Program, Path]]]:
-    """Side by side, because some take seconds to show."""
+    """Started in parallel, because some take seconds to show."""
     programs = {}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = {
@@ -418,7 +436,7 @@ def late_mistakes(
         ("results nowhere", ["narrow.json"]),
     ],
 )
-def test_a_mistake_that_shows_late_is_told_just_the_same(
+def test_a_mistake_that_shows_late_is_reported_as_clearly(
     late_mistakes: dict[str, tuple[Program, Path]], mistake: str, expected: list[str]
 ) -> None:
     program, folder = late_mistakes[mistake]

@@ -1,4 +1,4 @@
-"""The real `cleave run` when all its pods are killed: it waits, says for what, and a real agent takes it to its end."""
+"""The real `cleave run` when all its pods are killed: it waits, says for what, and a real agent completes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAY_DEAD = ("--set", "launch.restarts=0")
 
 
 @pytest.mark.slow
-def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_of_plain_pytorch(
+def test_with_all_pods_killed_the_run_waits_and_an_agent_completes_it_with_the_loss_of_plain_pytorch(
     start_warm: Start, tmp_path: Path
 ) -> None:
     run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, *STAY_DEAD, "--steps", "8", "--results", str(tmp_path))
@@ -36,14 +36,14 @@ def test_with_all_pods_killed_the_run_waits_and_an_agent_ends_it_with_the_loss_o
     command = re.search(r"python -m (agent) (--ps) (tcp://\S+)$", waiting)
     assert command is not None, waiting
     fast = ("--unmeasured", "--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
-    agent = start_warm(*command.groups(), "--name", "rescuer", "--once", *fast)
+    agent = start_warm(*command.groups(), "--name", "newcomer", "--once", *fast)
     assert run.wait(RUN_LIMIT_S) == 0, run.output
     assert agent.wait() == 0
     (folder,) = tmp_path.iterdir()
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["loss_max_abs_diff"] <= 1e-4
     assert summary["flops_done"] == summary["flops_reference"]
-    assert list(summary["real_devices"]) == ["rescuer"]
+    assert list(summary["real_devices"]) == ["newcomer"]
     assert summary["lost_devices"] == 12
     assert summary["verdict"] == "DEGRADED"
     (reason,) = summary["reasons"]

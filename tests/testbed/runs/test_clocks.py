@@ -1,4 +1,4 @@
-"""Promises of the clocks: each tells device time truly; virtual time waits for nobody and is the same every time."""
+"""Promises of the clocks: each gives the right device time; virtual time never waits and is the same every time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from rich.console import Console
 
 from agent.protocol.clock import Clock, ScaledClock, VirtualClock, WallClock
 from emulator.model.fidelity import DEGRADED, VALID, Fidelity
+from emulator.model.scales import Trial
 from testbed.results.files import Summary, print_summary
-from testbed.runs.clock_choice import choose
+from testbed.results.known_scales import KnownScales
+from testbed.runs.clock_choice import Chosen, choose
 from testbed.runs.display import Display
 from testbed.runs.run import run
 from testbed.runs.scenario import ClockSection, load_scenario
@@ -30,7 +32,7 @@ from testbed.runs.scenario import ClockSection, load_scenario
 
 
 @given(st.floats(1, 10_000))
-def test_device_time_goes_so_many_times_slower(scale: float) -> None:
+def test_device_time_runs_slower_by_the_scale(scale: float) -> None:
     before_ns = time.monotonic_ns()
     now_ns = ScaledClock(scale).now_ns()
     after_ns = time.monotonic_ns()
@@ -38,11 +40,11 @@ def test_device_time_goes_so_many_times_slower(scale: float) -> None:
 
 
 @given(st.floats(1, 10_000), st.floats(0, 1000))
-def test_a_moment_in_device_time_is_waited_for_so_many_times_longer(scale: float, seconds: float) -> None:
+def test_waiting_for_a_device_time_takes_longer_by_the_scale(scale: float, seconds: float) -> None:
     clock = ScaledClock(scale)
     wait_s = clock.wait_s(clock.now_ns() + int(1e9 * seconds))
     assert wait_s <= scale * seconds + 1e-3
-    assert wait_s >= scale * seconds - 1.0  # a busy machine may have spent a moment in between
+    assert wait_s >= scale * seconds - 1.0  # a busy machine may lose some time in between
     assert clock.wait_s(clock.now_ns() - 1) == 0
 
 
@@ -57,12 +59,12 @@ def test_two_processes_with_the_same_scale_agree() -> None:
     assert one.now_ns() <= two.now_ns() <= one.now_ns()
 
 
-def test_the_wall_clock_is_the_hosts() -> None:
+def test_the_wall_clock_is_the_hosts_clock() -> None:
     before, now, after = time.monotonic_ns(), WallClock().now_ns(), time.monotonic_ns()
     assert before <= now <= after
 
 
-def test_a_virtual_clock_jumps_and_never_goes_back() -> None:
+def test_a_virtual_clock_jumps_forward_and_never_back() -> None:
     clock = VirtualClock()
     clock.jump(3600.0)
     clock.jump(1.0)
@@ -70,35 +72,103 @@ def test_a_virtual_clock_jumps_and_never_goes_back() -> None:
     assert clock.wait_s(10**18) == 0
 
 
-def test_every_clock_is_a_clock() -> None:
+def test_every_clock_has_the_clock_interface() -> None:
     clocks: list[Clock] = [WallClock(), ScaledClock(2), VirtualClock()]
     assert all(clock.now_ns() >= 0 for clock in clocks)
 
 
-# ---- which one a run gets
+# ---- the choice of a clock
 
-FINE = Fidelity(VALID, "", 9, 1.01, 0.0, 0.0, step_stretch=1.02)
-SLOW = Fidelity(DEGRADED, "", 9, 1.2, 0.0, 0.0, step_stretch=1.4, causes=["pods late"], scale_needed=14.0)
+
+class Host:
+    """A host that keeps up from a scale on; below, it is saturated and late by a delay."""
+
+    def __init__(self, least: float, probe_s: float = 1.0) -> None:
+        self.least, self.probe_s, self.now_s, self.probed = least, probe_s, 0.0, list[float]()
+
+    def probe(self, scale: float, left_s: float) -> Fidelity:
+        self.now_s += self.probe_s
+        self.probed.append(scale)
+        stretch = 1.02 if scale >= self.least else 1.1 * self.least / scale
+        return Fidelity(VALID if scale >= self.least else DEGRADED, "", 9, stretch, 0.0, 0.0, step_stretch=stretch)
+
+    def choose(self, known: tuple[Trial, ...] = (), limit_s: float = 100.0) -> Chosen:
+        return choose(ClockSection(kind="auto"), self.probe, known, limit_s=limit_s, now_s=lambda: self.now_s)
 
 
 def test_auto_is_real_time_where_the_host_keeps_up_and_says_why() -> None:
-    chosen = choose(ClockSection(kind="auto"), lambda scale: FINE)
-    assert (chosen.kind, chosen.scale) == ("wall", 1.0)
+    host = Host(1.0)
+    chosen = host.choose()
+    assert (chosen.kind, chosen.scale, host.probed) == ("wall", 1.0, [1.0])
     assert "keeps up" in chosen.why
     assert "2.0%" in chosen.why
 
 
-def test_auto_is_as_slow_as_needed_where_it_does_not() -> None:
-    chosen = choose(ClockSection(kind="auto"), lambda scale: SLOW)
-    assert (chosen.kind, chosen.scale) == ("scaled", 14.0)
-    assert "pods late" in chosen.why
+@given(st.floats(1.05, 500.0))
+def test_auto_finds_a_scale_that_is_honest_and_at_most_one_and_a_half_times_the_least(least: float) -> None:
+    host = Host(least)
+    chosen = host.choose()
+    assert chosen.kind == "scaled"
+    assert least <= chosen.scale <= 1.5 * least
+    assert len(host.probed) <= 10
+    assert f"{chosen.scale:g}x" in chosen.why
+
+
+@given(st.floats(2.0, 500.0), st.floats(1.0, 60.0))
+def test_the_search_ends_in_its_time(least: float, probe_s: float) -> None:
+    host = Host(least, probe_s)
+    chosen = host.choose()
+    assert host.now_s <= 100.0 + probe_s
+    assert chosen.scale > 1.0
+
+
+def test_out_of_time_the_scale_is_an_estimate_and_said_to_be_one() -> None:
+    class Hopeless(Host):
+        def probe(self, scale: float, left_s: float) -> Fidelity:
+            super().probe(scale, left_s)
+            return Fidelity(DEGRADED, "", 9, 2.0, 0.0, 0.0)
+
+    host = Hopeless(1.0, probe_s=80.0)
+    chosen = host.choose()
+    assert len(host.probed) == 2
+    assert chosen.scale > host.probed[-1]
+    assert "estimate" in chosen.why
+
+
+def test_what_was_found_before_is_taken_without_a_probe() -> None:
+    host = Host(14.0)
+    found = host.choose()
+    host.probed.clear()
+    again = host.choose(found.trials)
+    assert (again.kind, again.scale, host.probed) == (found.kind, found.scale, [])
+    assert "earlier" in again.why
+
+
+def test_scales_are_kept_for_the_same_scenario_only(tmp_path: Path) -> None:
+    trials = (Trial(1.0, 9.0), Trial(14.0, 1.02))
+    quickstart = load_scenario("quickstart")
+    KnownScales(tmp_path, quickstart).keep(trials)
+    assert KnownScales(tmp_path, quickstart).trials() == trials
+    assert KnownScales(tmp_path, load_scenario("quickstart", {"training.steps": "9"})).trials() == trials
+    assert KnownScales(tmp_path, load_scenario("quickstart", {"fleet.devices": "9"})).trials() == ()
+    KnownScales(tmp_path, quickstart).keep(())
+    assert KnownScales(tmp_path, quickstart).trials() == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 3}', "\x00"])
+def test_a_damaged_file_of_scales_is_as_good_as_none(tmp_path: Path, text: str) -> None:
+    known = KnownScales(tmp_path, load_scenario("quickstart"))
+    known.path.write_text(text)
+    assert known.trials() == ()
+    known.keep([Trial(1.0, 1.0)])
+    assert known.trials() == (Trial(1.0, 1.0),)
 
 
 @pytest.mark.parametrize(
     "asked", [ClockSection(), ClockSection(kind="scaled", scale=3.0), ClockSection(kind="virtual")]
 )
 def test_what_was_asked_for_is_taken_without_a_probe(asked: ClockSection) -> None:
-    def never(scale: float) -> Fidelity:
+    def never(scale: float, left_s: float) -> Fidelity:
         raise AssertionError("nothing is to be chosen")
 
     chosen = choose(asked, never)
@@ -107,11 +177,11 @@ def test_what_was_asked_for_is_taken_without_a_probe(asked: ClockSection) -> Non
 
 # ---- runs
 
-SLOW_LINES = "0.006"  # modelled seconds, beside which the work of this host is little
+SLOW_LINES = "0.006"  # modelled seconds that dwarf this host's work
 
 
 class Runs:
-    """Runs of a tiny model, by their overrides; each is made once."""
+    """Runs of a tiny model, keyed by their overrides; each runs once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, dict[tuple[tuple[str, str], ...], tuple[Path, Summary]]()
@@ -164,7 +234,7 @@ CLOCKS: dict[str, dict[str, str]] = {
 @pytest.mark.slow
 def test_the_same_scenario_is_the_same_run_on_every_clock(runs: Runs) -> None:
     """A busy machine makes real time longer than modelled time, and nothing makes it shorter; but pods join in any
-    order, and with the numbers of devices plans change a little."""
+    order, and plans change slightly with the numbers of the devices."""
     told = {name: runs(**clock)[1] for name, clock in CLOCKS.items()}
     modelled = told["virtual"]
     for name, summary in told.items():
@@ -182,14 +252,14 @@ def test_the_same_scenario_is_the_same_run_on_every_clock(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_a_scaled_run_takes_so_many_times_longer_than_it_tells(runs: Runs) -> None:
+def test_a_scaled_run_takes_longer_than_its_device_time_by_the_scale(runs: Runs) -> None:
     _, summary = runs(**CLOCKS["scaled"])
     assert summary.training_host_s >= 2 * 2 * 0.9 * runs(**CLOCKS["virtual"])[1].step_s["p50"]
 
 
 @pytest.mark.slow
-def test_virtual_time_is_not_waited_for(runs: Runs) -> None:
-    """Modelled seconds are so many here that no machine is as slow."""
+def test_a_virtual_run_does_not_wait(runs: Runs) -> None:
+    """The run has more modelled seconds than any machine would need."""
     _, summary = runs(fleet__line_share="0.00001", **CLOCKS["shapes"])
     assert sum(_seconds(runs(fleet__line_share="0.00001", **CLOCKS["shapes"])[0])) > 600
     assert summary.training_host_s < 60
@@ -206,8 +276,10 @@ def test_every_clock_leaves_the_same_folder(runs: Runs) -> None:
     names = [{path.name for path in folder.iterdir()} for folder in contents.values()]
     assert all(one == names[0] for one in names)
     assert {"summary.json", "events.jsonl", "blocks.parquet", "ledger.parquet", "steps.csv", "report.html"} <= names[0]
-    kinds = [[event["event"] for event in _events(folder)] for folder in contents.values()]
-    assert all(one == kinds[0] for one in kinds)
+    kinds = {name: [event["event"] for event in _events(folder)] for name, folder in contents.items()}
+    assert kinds["scaled"] == kinds["wall"]
+    undisturbed = [kind for kind in kinds["wall"] if kind != "predicted"]  # a virtual run is its own prediction
+    assert kinds["virtual"] == kinds["shapes"] == undisturbed
     columns = [pyarrow.parquet.read_schema(folder / "blocks.parquet").names for folder in contents.values()]
     assert all(one == columns[0] for one in columns)
     summaries = [set(json.loads((folder / "summary.json").read_text())) for folder in contents.values()]
@@ -219,7 +291,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_shapes_only_says_that_there_is_no_loss(runs: Runs) -> None:
+def test_a_run_with_shapes_only_reports_no_loss(runs: Runs) -> None:
     folder, summary = runs(**CLOCKS["shapes"])
     console = Console(width=110)
     with console.capture() as captured:
@@ -228,14 +300,14 @@ def test_shapes_only_says_that_there_is_no_loss(runs: Runs) -> None:
     assert json.loads((folder / "summary.json").read_text())["loss_max_abs_diff"] is None
 
 
-# ---- the same every time
+# ---- determinism
 
 FAULTY = {"clock__kind": "virtual", "training__steps": "2", "fleet__devices": "40", "fleet__line_share": "0.0005"}
 
 
 @pytest.mark.slow
-def test_a_seeded_virtual_run_twice_is_the_same_to_the_byte_and_another_seed_is_another(runs: Runs) -> None:
-    """With devices that come and go, freeze and fall silent."""
+def test_virtual_runs_of_one_seed_are_equal_to_the_byte_and_those_of_another_differ(runs: Runs) -> None:
+    """With devices that leave, return, freeze and fall silent."""
     one, two, other = (runs("churn", **FAULTY, **more) for more in ({}, {"again": "1"}, {"seed": "2"}))
     assert one[0] != two[0]
     first = (one[0] / "events.jsonl").read_bytes()
@@ -247,7 +319,7 @@ def test_a_seeded_virtual_run_twice_is_the_same_to_the_byte_and_another_seed_is_
 
 
 @pytest.mark.slow
-def test_faults_come_at_their_virtual_moment(runs: Runs) -> None:
+def test_faults_happen_at_their_virtual_time(runs: Runs) -> None:
     _, summary = runs("churn", **FAULTY)
     assert summary.audit["faults"]["injected"] == summary.audit["faults"]["scheduled"] > 0
     assert summary.audit["faults"]["worst_delay_s"] == pytest.approx(0.0, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Promises of the ledger and the verdict: what was late is told, whose fault it was, and what would help."""
+"""Promises of the ledger and the verdict: lateness is reported, with its cause and a remedy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from emulator.model.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, HostLoad, device_ledger, judge
+from emulator.model.fidelity import DEGRADED, STRETCH_ALLOWED, VALID, Fidelity, HostLoad, device_ledger, judge
 from emulator.model.fleet import uniform_fleet
+from emulator.model.scales import Trial, next_scale
 from ps.transport.jobs import Totals
+from testbed.runs.clock_choice import choose
 from testbed.runs.display import Display
 from testbed.runs.load import Look, between, look
 from testbed.runs.run import run
-from testbed.runs.scenario import Scenario, load_scenario
+from testbed.runs.scenario import ClockSection, Scenario, load_scenario
 from testbed.runs.trial_step import TrialStep
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 def late(
     by_s: float, pod_share: float = 0.5, step_stretch: float | None = None, host: HostLoad | None = None
 ) -> dict[str, Any]:
-    """A hundred blocks of a second each, so late, of which this share was lost in the pod."""
+    """A hundred blocks of one second, each this late; the pod caused this share of it."""
     sent_s = np.arange(100.0)
     due_s = sent_s + 1.0
     left_s = due_s + pod_share * by_s
@@ -54,7 +56,7 @@ def late(
 
 
 def test_over_kernel_links_the_pods_are_judged_and_not_the_time_on_the_line() -> None:
-    """Answers that leave on time are on time, however long they are on their way."""
+    """Answers that leave on time are on time, however long they travel."""
     slow_line, slow_pods = late(0.5, pod_share=0.0), late(0.5, pod_share=1.0)
     assert judge(**slow_line).verdict == DEGRADED
     found = judge(**slow_line, kernel_links=True)
@@ -64,7 +66,7 @@ def test_over_kernel_links_the_pods_are_judged_and_not_the_time_on_the_line() ->
     assert found.verdict == DEGRADED
     assert found.causes[0].startswith("pods late")
     assert "slow the clock" not in found.reason  # links of a kernel have only one speed
-    assert found.scale_needed == 1.0
+    assert found.scale_suggested is None
 
 
 @pytest.mark.parametrize(("step_stretch", "verdict"), [(1.08, VALID), (1.12, DEGRADED)])
@@ -84,7 +86,7 @@ def test_steps_over_kernel_links_may_be_a_tenth_longer_than_modelled(step_stretc
         (HostLoad(busy=0.5, own=0.5, stolen=0.3), "steal: the hypervisor gave 30%"),
     ],
 )
-def test_what_the_host_lacked_is_named_first(host: HostLoad, named: str) -> None:
+def test_a_shortage_of_the_host_is_named_first(host: HostLoad, named: str) -> None:
     verdict = judge(**late(0.5, host=host))
     assert verdict.verdict == DEGRADED
     assert verdict.causes[0].startswith(named)
@@ -92,25 +94,25 @@ def test_what_the_host_lacked_is_named_first(host: HostLoad, named: str) -> None
 
 
 @pytest.mark.parametrize(("pod_share", "named"), [(1.0, "pods late"), (0.0, "server late")])
-def test_where_answers_waited_is_named(pod_share: float, named: str) -> None:
+def test_the_place_where_answers_waited_is_named(pod_share: float, named: str) -> None:
     verdict = judge(**late(0.5, pod_share))
     assert verdict.causes[0].startswith(f"{named}: ")
     assert "500.0 ms" in verdict.causes[0]
 
 
-def test_a_server_that_is_slow_between_products_degrades_steps_whose_blocks_are_in_time() -> None:
+def test_a_server_that_is_slow_between_products_degrades_steps_whose_blocks_are_on_time() -> None:
     verdict = judge(**late(0.001, step_stretch=1.2, host=HostLoad(server_busy=0.6)))
     assert verdict.verdict == DEGRADED
     assert verdict.causes[0].startswith("server slow: ")
     assert "60%" in verdict.causes[0]
 
 
-def test_a_run_that_is_fine_has_no_cause_and_needs_no_other_scale() -> None:
+def test_a_valid_run_has_no_cause_and_needs_no_other_scale() -> None:
     verdict = judge(**late(0.001, step_stretch=1.01, host=HostLoad(busy=1.0, stolen=0.5)))
-    assert (verdict.verdict, verdict.causes, verdict.scale_needed, verdict.late_share) == (VALID, [], 1.0, 0.0)
+    assert (verdict.verdict, verdict.causes, verdict.scale_suggested, verdict.late_share) == (VALID, [], None, 0.0)
 
 
-def test_the_share_of_blocks_concerned_is_told() -> None:
+def test_the_share_of_late_blocks_is_reported() -> None:
     columns = late(0.0)
     columns["received_s"] = columns["received_s"] + np.where(np.arange(100) < 30, 1.0, 0.0)
     columns["left_s"] = columns["due_s"]
@@ -122,14 +124,23 @@ def test_the_share_of_blocks_concerned_is_told() -> None:
 # ---- the scale that helps
 
 
-@given(st.floats(0.0, 50.0), st.floats(1.0, 20.0))
-def test_at_the_suggested_scale_the_same_lateness_is_within_what_is_allowed(by_s: float, step_stretch: float) -> None:
-    """Slower by k: modelled time takes k times as long, what was late is as late as before, all is told in a k-th."""
-    first = judge(**late(by_s, step_stretch=step_stretch))
-    k = first.scale_needed
-    again = judge(**late(by_s / k, step_stretch=1 + (step_stretch - 1) / k))
-    assert again.verdict == VALID
-    assert k == 1.0 or max(first.stretch, step_stretch) > STRETCH_ALLOWED
+@given(st.floats(0.0, 50.0), st.floats(1.0, 20.0), st.floats(1.0, 50.0))
+def test_the_verdict_suggests_what_the_search_for_a_scale_would_try_next(
+    by_s: float, step_stretch: float, scale: float
+) -> None:
+    found = judge(**late(by_s, step_stretch=step_stretch), scale=scale)
+    worst = max(found.stretch, step_stretch)
+    if worst <= STRETCH_ALLOWED:
+        assert found.scale_suggested is None
+        return
+    assert found.scale_suggested == next_scale([Trial(scale, worst)], STRETCH_ALLOWED)
+    assert f"slow the clock down to {found.scale_suggested:g}x (now {scale:g}x)" in found.reason
+
+
+def test_the_verdict_suggests_the_scale_that_a_search_has_found_honest() -> None:
+    tried = (Trial(1.0, 9.0), Trial(16.0, 1.02))
+    found = judge(**late(0.0, step_stretch=1.5), scale=10.0, tried=tried)
+    assert found.scale_suggested == 16.0
 
 
 # ---- the ledger
@@ -171,7 +182,7 @@ def test_the_ledger_of_a_run_without_emulated_devices_is_empty() -> None:
 # ---- the host
 
 
-def test_shares_of_the_host_are_what_went_by_between_two_looks() -> None:
+def test_shares_of_the_host_are_measured_between_two_readings() -> None:
     before = Look(total_s=100.0, idle_s=50.0, stolen_s=1.0, own_s=10.0, server_s=2.0, now_s=0.0)
     after = Look(total_s=120.0, idle_s=54.0, stolen_s=3.0, own_s=15.0, server_s=5.0, now_s=10.0)
     load = between(before, after, longest_turn_s=0.1)
@@ -179,8 +190,8 @@ def test_shares_of_the_host_are_what_went_by_between_two_looks() -> None:
     assert (load.server_busy, load.server_turn_s) == pytest.approx((0.3, 0.1))
 
 
-def test_a_look_at_this_host_sees_this_process() -> None:
-    before = look([os.getpid(), 2**22 + 1], Totals(), 0.0)  # who is gone counts nothing
+def test_a_reading_of_this_host_includes_this_process() -> None:
+    before = look([os.getpid(), 2**22 + 1], Totals(), 0.0)  # a process that is gone counts as zero
     sum(range(3_000_000))
     after = look([os.getpid()], Totals(), 1.0)
     assert after.own_s > before.own_s > 0
@@ -222,11 +233,11 @@ def small_scenario(folder: Path, **overrides: str) -> Scenario:
 
 @pytest.mark.alone
 def test_a_run_whose_devices_are_much_slower_than_the_host_is_valid(folder: Path) -> None:
-    """A dozen devices on lines so slow that a product takes a fifth of a second: nothing that a host does matters."""
+    """A dozen devices on lines so slow that a product takes a fifth of a second: the host's speed does not matter."""
     scenario = small_scenario(folder, fleet__devices="12", fleet__line_share="0.0015")
     path, summary = run(scenario, folder, Display(Console(quiet=True)))
     assert summary.verdict == VALID, summary.reasons
-    assert summary.fidelity["scale_needed"] == 1.0
+    assert summary.fidelity["scale_suggested"] is None
     ledger = pyarrow.parquet.read_table(path / "ledger.parquet").to_pydict()
     assert sum(ledger["blocks"]) == summary.fidelity["blocks"] > 0
     assert len(set(ledger["device_name"])) == len(ledger["device"]) <= 12
@@ -234,7 +245,7 @@ def test_a_run_whose_devices_are_much_slower_than_the_host_is_valid(folder: Path
 
 @contextmanager
 def overloaded() -> Iterator[None]:
-    """Two busy loops a core."""
+    """Two busy loops per core."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         yield
@@ -245,17 +256,24 @@ def overloaded() -> Iterator[None]:
 
 
 @pytest.mark.alone
-def test_on_an_overloaded_host_the_verdict_is_degraded_names_the_cause_and_suggests_a_scale_that_helps(
+def test_on_an_overloaded_host_the_verdict_is_degraded_names_the_cause_and_auto_finds_a_scale_that_helps(
     folder: Path,
 ) -> None:
-    """A hundred devices on whole lines: a step of a tenth of a second, which no such host keeps up with."""
-    probe = TrialStep(small_scenario(folder, fleet__line_share="1.0"))
+    """A hundred devices on whole lines: a step of a tenth of a second, too fast for such a host."""
+    trial = TrialStep(small_scenario(folder, fleet__line_share="1.0"))
+    seen: list[Fidelity] = []
+
+    def probe(scale: float, left_s: float) -> Fidelity:
+        seen.append(trial.measure(100, scale))
+        return seen[-1]
+
     with overloaded():
-        first = probe.measure(100)
-        again = probe.measure(100, first.scale_needed)
+        chosen = choose(ClockSection(kind="auto"), probe)
+    first = seen[0]
     assert first.verdict == DEGRADED
     assert any(cause.startswith("host CPU saturated") for cause in first.causes), first.causes
     assert "host CPU saturated" in first.reason
-    assert f"slow the clock down {first.scale_needed:g} times" in first.reason
+    assert f"slow the clock down to {first.scale_suggested:g}x (now 1x)" in first.reason
     assert 0 < first.late_share <= 1
-    assert again.verdict == VALID, again.reason
+    assert chosen.kind == "scaled"
+    assert any(one.verdict == VALID for one in seen), [one.reason for one in seen]

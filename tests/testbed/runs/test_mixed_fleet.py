@@ -1,4 +1,4 @@
-"""Phones among emulated devices, in real runs: waited for, marked in every table, and emulated from then on."""
+"""Phones among emulated devices, in real runs: waited for, marked in every table, and available as emulated devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAST = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency"
 
 
 def run_with(start_warm: Start, folder: Path, *options: str, phones: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """A run to its end, the phones started when it waits for them; its summary."""
+    """A complete run, with the phones started when it waits for them; its summary."""
     run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, "--results", str(folder), *options)
     address = re.search(r"--ps (tcp://\S+) ", run.expect("waiting for", RUN_LIMIT_S))
     assert address is not None
@@ -64,14 +64,14 @@ def test_a_run_waits_for_its_phones_and_marks_them_in_every_table(start_warm: St
     blocks = pyarrow.parquet.read_table(folder / "blocks.parquet").to_pylist()
     marked = {block["device_name"] for block in blocks if block["real"]}
     assert marked == {name for name, count in summary["real_devices"].items() if count}
-    assert not any("/" in name for name in marked)  # no emulated one among them
+    assert not any("/" in name for name in marked)  # no emulated device among them
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert any(f"{name.replace('<', '&lt;').replace('>', '&gt;')} (real)" in page for name in marked)
     assert (folder / "steps.csv").read_text().splitlines()[1].split(",")[4] == "2"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert {event["name"] for event in events if event["event"] == "real"} == set(summary["real_devices"])
 
-    # and they can be emulated: one as it measured itself, one as it said
+    # and they can be emulated: one from its measurement, one from its own figures
     assert summary["device_files"] == ["old-phone", "pixel-8"]
     measured, said = (load_device(str(folder / "devices" / f"{name}.toml")) for name in ("pixel-8", "old-phone"))
     assert (measured.basis, said.basis) == ("measured", "estimate")
@@ -93,7 +93,7 @@ def test_phones_alone_train_too(start_warm: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_its_phones_says_how_one_joins_and_ends(start_warm: Start, tmp_path: Path) -> None:
+def test_a_run_without_its_phones_says_how_a_phone_joins_and_ends(start_warm: Start, tmp_path: Path) -> None:
     options = ("--devices", "3", "--set", "fleet.phones=2", "--set", "fleet.phones_wait=200 ms")
     run = start_warm("-c", CLEAVE, "run", "quickstart", *SMALL, *options, "--results", str(tmp_path))
     assert run.wait(RUN_LIMIT_S) == 1
@@ -112,12 +112,12 @@ def test_a_run_without_its_phones_says_how_one_joins_and_ends(start_warm: Start,
         ({"fleet.phones_wait": "soon"}, "phones_wait"),
     ],
 )
-def test_phones_that_make_no_sense_are_refused(overrides: dict[str, str], words: str) -> None:
+def test_impossible_settings_of_phones_are_refused(overrides: dict[str, str], words: str) -> None:
     with pytest.raises(ScenarioError, match=words):
         load_scenario("quickstart", overrides)
 
 
-# ---- what is kept of strangers
+# ---- data from unknown devices
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_phones_that_make_no_sense_are_refused(overrides: dict[str, str], words:
         json.dumps({"format": "cleave-profile", "version": 1, "shapes": [[1, 1, 1, 1]] * 2000, "samples": []}),
     ],
 )
-def test_a_profile_that_makes_no_sense_leaves_what_the_device_said_when_it_joined(tmp_path: Path, profile: str) -> None:
+def test_for_an_invalid_profile_the_figures_of_the_join_are_used(tmp_path: Path, profile: str) -> None:
     attendance = Attendance()
     about = {"profile": profile, "system": "Android"}
     attendance.joined([0], ["../../my/phone"], about, 0.0)
@@ -141,7 +141,7 @@ def test_a_profile_that_makes_no_sense_leaves_what_the_device_said_when_it_joine
     assert (kind.kind, kind.flops, kind.overhead_s, kind.budget_bytes) == ("phone", 5e9, 1e-4, 256_000_000)
 
 
-def test_a_device_that_comes_and_goes_for_ever_is_kept_within_bounds() -> None:
+def test_records_of_a_device_that_joins_and_leaves_for_ever_are_bounded() -> None:
     attendance = Attendance()
     for number in range(3 * MOST):
         name = f"device {number}"
@@ -158,7 +158,7 @@ def test_a_device_that_comes_and_goes_for_ever_is_kept_within_bounds() -> None:
     assert attendance.count == 0
 
 
-def test_pods_are_not_real_and_are_not_kept() -> None:
+def test_pods_are_not_real_devices_and_are_not_recorded() -> None:
     attendance = Attendance()
     attendance.joined(range(5), ["e"] * 5, {"kind": "pod"}, 0.0)
     assert attendance.count == 5
@@ -167,9 +167,9 @@ def test_pods_are_not_real_and_are_not_kept() -> None:
     assert np.array_equal(list(attendance.present), [])
 
 
-def test_a_device_that_comes_by_another_connection_names_the_one_it_had() -> None:
+def test_a_device_that_joins_on_another_connection_names_its_old_one() -> None:
     attendance, about = Attendance(), {"device": "mine"}
     assert [attendance.moved(about, connection) for connection in (b"one", b"one", b"two")] == [b"", b"", b"one"]
-    assert attendance.moved(about | {"kind": "pod"}, b"three") == b"", "pods have no device of their own"
+    assert attendance.moved(about | {"kind": "pod"}, b"three") == b"", "a pod is not one device"
     assert attendance.moved({}, b"four") == b""
     assert attendance.moved(about, b"five") == b"two"

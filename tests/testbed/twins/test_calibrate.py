@@ -1,4 +1,4 @@
-"""From a profile to a device file: `cleave calibrate`, and what it says to profiles that cannot be used."""
+"""From a profile to a device file: `cleave calibrate`, and its messages for profiles that cannot be used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CLEAVE = ("-c", "from testbed.commands.cli import main; main()")
 
 
-# ---- what it finds
+# ---- fitting
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,12 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 @pytest.fixture(scope="module")
 def found(samples: Samples) -> Calibration:
-    """Only looked at: a fit takes most of a second."""
+    """Shared and not changed: a fit takes most of a second."""
     return calibrate(samples)
 
 
 @pytest.mark.slow
-def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_shapes_it_has_not_seen(found: Calibration) -> None:
+def test_the_faster_kernel_is_fitted_and_the_error_is_that_of_held_out_shapes(found: Calibration) -> None:
     assert found.kernel == "numpy"
     assert found.median_error < 0.05
     assert found.median_error == pytest.approx(np.median(np.abs(found.error)))
@@ -64,12 +64,12 @@ def test_a_kernel_can_be_chosen(samples: Samples, found: Calibration) -> None:
 
 
 @pytest.mark.slow
-def test_a_moment_that_somebody_else_takes_does_not_move_what_is_typical(tmp_path: Path) -> None:
+def test_a_disturbance_by_another_process_does_not_change_the_typical_time(tmp_path: Path) -> None:
     document = profile(40, 3)
     document["device"]["cpu_quota"] = {"quota_us": 2500, "period_us": 10000}
     quiet = calibrate(read_samples(written(tmp_path, document)))
     for sample in document["samples"][::2]:
-        sample[6] += 5 * sample[6]  # one of its calls: the middle one stays what it was
+        sample[6] += 5 * sample[6]  # one of its calls: the median stays the same
     busy = calibrate(read_samples(written(tmp_path, document)))
     assert busy.measured_s.tolist() == quiet.measured_s.tolist()
 
@@ -91,23 +91,23 @@ def test_a_processor_clock_too_coarse_for_one_call_is_read_over_all_of_them(tmp_
 
 
 @pytest.mark.slow
-def test_pauses_count_only_where_a_quota_makes_them(tmp_path: Path) -> None:
+def test_pauses_count_only_under_a_quota(tmp_path: Path) -> None:
     document = profile()
     document["pauses"]["ran_and_away_s"] = [[0.004, 0.012]] * 50
     assert calibrate(read_samples(written(tmp_path, document))).model.pause_s == 0.0
     document["device"]["cpu_quota"] = {"quota_us": 2500, "period_us": 10000}
     model = calibrate(read_samples(written(tmp_path, document))).model
     assert [model.run_s, model.pause_s] == pytest.approx([0.004, 0.012])
-    assert [model.down_s, model.up_s] == pytest.approx([4e-8, 8e-8])  # the processor's time, four times stretched
+    assert [model.down_s, model.up_s] == pytest.approx([4e-8, 8e-8])  # processor time, stretched four times
 
 
-def test_the_link_is_what_a_transfer_takes_longer_than_a_round_trip(tmp_path: Path) -> None:
+def test_the_link_time_is_the_transfer_time_beyond_a_round_trip(tmp_path: Path) -> None:
     link = calibration.link_figures(read_samples(written(tmp_path, profile())))
     assert link == pytest.approx({"down_bps": 8e7, "up_bps": 4e7, "latency_s": 0.01})
 
 
 @pytest.mark.slow
-def test_a_device_file_says_where_it_comes_from_and_can_be_read_back(samples: Samples, found: Calibration) -> None:
+def test_a_device_file_states_its_source_and_can_be_read_back(samples: Samples, found: Calibration) -> None:
     device = parse_device("my-phone", calibration.device_file(samples, found, "phone"))
     assert (device.basis, device.kind, device.budget_bytes) == ("measured", "phone", 256_000_000)
     assert device.flops == pytest.approx(found.large_flops, rel=1e-3)
@@ -118,7 +118,7 @@ def test_a_device_file_says_where_it_comes_from_and_can_be_read_back(samples: Sa
     assert device.performance.seconds(fresh) == pytest.approx(found.model.seconds(fresh), rel=1e-3)
 
 
-def test_what_slowed_down_all_shapes_for_a_while_is_divided_out() -> None:
+def test_a_temporary_slowdown_of_all_shapes_is_divided_out() -> None:
     rng = np.random.default_rng(0)
     shape = np.concatenate([rng.permutation(40) for _ in range(5)])
     truth, slower = rng.uniform(-9, -5, 40), np.zeros(200)
@@ -127,10 +127,10 @@ def test_what_slowed_down_all_shapes_for_a_while_is_divided_out() -> None:
     cleaned = logs - drift(shape, logs)
     off = np.array([np.median(cleaned[shape == number]) for number in range(40)]) - truth
     assert np.abs(off - np.median(off)).max() < 0.03
-    assert np.abs(drift(shape[:40], logs[:40])).max() == 0.0  # once each: nobody can tell
+    assert np.abs(drift(shape[:40], logs[:40])).max() == 0.0  # measured once each: no drift can be found
 
 
-# ---- a fleet of it
+# ---- a fleet of such devices
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def device_path(tmp_path: Path, samples: Samples, found: Calibration) -> Path:
 
 
 @pytest.mark.slow
-def test_a_scenario_may_name_a_device_file_and_its_devices_are_measured(device_path: Path) -> None:
+def test_a_scenario_may_name_a_device_file_and_its_devices_count_as_measured(device_path: Path) -> None:
     kinds = f'fleet.kinds={{"{device_path}" = 1.0, "pixel-8" = 1.0}}'
     scenario = load_scenario("quickstart", parse_assignments([kinds]))
     fleet = draw_fleet(50, scenario.fleet.kinds, scenario.fleet.networks, seed=3)
@@ -174,9 +174,9 @@ def test_a_damaged_device_file_is_refused_with_its_name(device_path: Path, old: 
     assert str(device_path) in str(raised.value)
 
 
-def test_a_device_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_device_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
-        load_device(str(tmp_path / "nobody.toml"))
+        load_device(str(tmp_path / "missing.toml"))
 
 
 # ---- profiles that cannot be used
@@ -235,7 +235,7 @@ def test_a_profile_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, ca
     assert "\n" not in str(raised.value)
 
 
-def test_a_profile_that_is_not_there_is_refused() -> None:
+def test_a_missing_profile_is_refused() -> None:
     with pytest.raises(ProfileError, match="cannot read"):
         read_samples(Path("nowhere.json"))
 
@@ -269,14 +269,14 @@ def refused(program: Program) -> str:
 
 
 @pytest.mark.slow
-def test_mistakes_are_one_line_and_exit_code_2(start: Start, tmp_path: Path) -> None:
+def test_a_mistake_gets_one_line_and_exit_code_2(start: Start, tmp_path: Path) -> None:
     good, bad = written(tmp_path, profile(24, 1)), tmp_path / "bad.json"
     bad.write_text(json.dumps(profile(24, 1))[:1000], encoding="utf-8")
     programs = {
         "only the beginning": start(*CLEAVE, "calibrate", str(bad)),
         "--kind is toaster": start(*CLEAVE, "calibrate", str(good), "--kind", "toaster"),
         "cannot write": start(*CLEAVE, "calibrate", str(good), "--out", str(tmp_path / "no" / "x.toml")),
-        "cannot read": start(*CLEAVE, "twin", str(tmp_path / "nobody.json")),
+        "cannot read": start(*CLEAVE, "twin", str(tmp_path / "missing.json")),
     }
     for said, program in programs.items():
         assert said in refused(program)

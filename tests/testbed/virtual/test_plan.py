@@ -1,4 +1,4 @@
-"""Promises of `cleave plan`: what it prints can be recomputed by anyone from its JSON and its boxes."""
+"""Promises of `cleave plan`: anyone can recompute its figures from its JSON and its boxes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_batch_is_the_sum_of_its_products(planned: tuple[dict[str, Any], lis
 def test_a_llama_layer_has_27_products_and_the_flops_of_the_formula() -> None:
     config = model_config("llama2-7b")
     products = step_products(config, batch=1, sequence=64)
-    assert sum(products.values()) == 27 * config.num_hidden_layers + 3  # and the head, three times
+    assert sum(products.values()) == 27 * config.num_hidden_layers + 3  # plus the head, three times
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     dense = sum(s.flops * n for s, n in products.items() if s.batch == 1 and s.inner > 1)
     assert dense == 6 * weights * 64
@@ -100,7 +100,7 @@ def test_with_a_slow_server_the_plan_sends_less_and_never_beats_its_line() -> No
         (["--model", "opt-tiny", "--format", "xml"], "table or json"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(start: Start, arguments: list[str], told: str) -> None:
+def test_a_mistake_gets_one_line(start: Start, arguments: list[str], told: str) -> None:
     done = cleave(start, *arguments)
     assert done.returncode == 2
     assert told in done.stderr

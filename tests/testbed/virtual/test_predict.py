@@ -1,8 +1,9 @@
-"""Promises of testbed.virtual.predict: a step on the modelled fleet is the step, and takes as long as the model
-says."""
+"""Promises of testbed.virtual.predict: a step on the modelled fleet computes the real step, and takes as long as the
+model says."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -32,25 +33,25 @@ from ps.transport.operands import Operand
 from testbed.launch.processes import links_of
 from testbed.runs.fleets import make_fleet
 from testbed.runs.scenario import load_scenario
-from testbed.virtual.predict import FORESEEN, Apart, ModelledFleet, predict_step
+from testbed.virtual.predict import FORESEEN, ModelledFleet, PredictionPlanner, predict_step
 from testbed.virtual.server import VirtualServer
 
 TOKENS = torch.randint(0, 29, (8, 7), generator=torch.Generator().manual_seed(0))
-SLOW_LINES = 1e-3  # of the lines of the uniform fleets: modelled seconds, beside which the work of this host is nothing
+SLOW_LINES = 1e-3  # share of the uniform fleets' lines: modelled seconds that dwarf this host's work
 
 
-class Nobody:
-    """The real engine, which must not be asked."""
+class Unused:
+    """The real engine, which must not be used."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
-        raise AssertionError("a prediction asks no real device")
+        raise AssertionError("a prediction uses no real device")
 
     submit = forget = collect = _refuse
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Products this small only get slower when several threads share them."""
+    """Products this small only get slower when threads share them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +74,7 @@ class Model:
         )
         torch.manual_seed(0)
         self.module: Any = build_model(config)
-        self.executor = Executor(Nobody())
+        self.executor = Executor(Unused())
         self.forward = distribute(self.module, lambda program, inputs: self.executor.run(program, inputs))
 
     def step(self, micro_batches: int = 1) -> None:
@@ -84,7 +85,7 @@ class Model:
         return [p.grad.clone() for p in self.module.parameters()]
 
     def predict(self, profiles: NDArray[np.void], micro_batches: int = 1, *, keep: bool = False) -> float:
-        self.executor = Executor(Nobody())
+        self.executor = Executor(Unused())
         if keep:
             self.executor.keep(self.module.parameters(), uses=micro_batches)
         return predict_step(self.executor, lambda: self.step(micro_batches), profiles, Planner()).seconds
@@ -106,12 +107,12 @@ def slower(profiles: NDArray[np.void], factor: float) -> NDArray[np.void]:
     return changed
 
 
-# ---- the step is the step
+# ---- the same step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fleet", ["paper", "moderate", "extreme"])
-def test_the_gradients_of_a_predicted_step_are_those_of_plain_pytorch(model: Model, fleet: str) -> None:
+def test_the_gradients_of_a_predicted_step_equal_those_of_plain_pytorch(model: Model, fleet: str) -> None:
     model.module.zero_grad()
     gradients(model.module, TOKENS, 1)
     expected = model.gradients()
@@ -122,17 +123,17 @@ def test_the_gradients_of_a_predicted_step_are_those_of_plain_pytorch(model: Mod
 
 
 @pytest.mark.slow
-def test_the_executor_is_left_as_it_was(model: Model) -> None:
+def test_a_prediction_leaves_the_executor_unchanged(model: Model) -> None:
     model.predict(uniform_fleet("paper", 20, seed=1), micro_batches=4, keep=True)
     executor = model.executor
-    assert isinstance(executor.engine, Nobody)
+    assert isinstance(executor.engine, Unused)
     assert executor.spent == Spent()
     assert executor.step == 0
-    executor.weights_changed()  # nothing is kept of the modelled fleet: the real one is not told to forget it
+    executor.weights_changed()  # the real fleet is not told to forget what the modelled one kept
 
 
-def test_the_executor_is_left_as_it_was_when_the_step_fails(model: Model) -> None:
-    executor = Executor(Nobody())
+def test_a_failed_prediction_leaves_the_executor_unchanged(model: Model) -> None:
+    executor = Executor(Unused())
     engine = executor.engine
 
     def step() -> None:
@@ -143,14 +144,14 @@ def test_the_executor_is_left_as_it_was_when_the_step_fails(model: Model) -> Non
     assert executor.engine is engine
 
 
-def test_a_fleet_that_cannot_do_the_step_says_why(model: Model) -> None:
+def test_a_fleet_that_cannot_compute_the_step_is_refused_with_a_reason(model: Model) -> None:
     profiles = uniform_fleet("paper", 5, seed=1)
     profiles["memory_bytes"] = 16
     with pytest.raises(Failure, match=r"the fleet cannot do this step: .*bytes"):
         model.predict(profiles)
 
 
-# ---- how long it takes
+# ---- its duration
 
 
 @pytest.mark.alone
@@ -158,7 +159,7 @@ def test_slower_lines_make_the_step_longer_in_proportion(model: Model) -> None:
     profiles = uniform_fleet("paper", 20, seed=1, line_share=SLOW_LINES)
     profiles["flops"] = 1e15  # only lines matter
     seconds = model.predict(profiles)
-    assert seconds > 1.0  # beside this the work of the host is nothing
+    assert seconds > 1.0  # dwarfs the host's work
     assert model.predict(slower(profiles, 10)) == pytest.approx(10 * seconds, rel=0.2)
 
 
@@ -185,13 +186,13 @@ def chain(executor: Executor) -> Callable[[], object]:
 
 
 def chain_seconds(profiles: NDArray[np.void]) -> float:
-    executor = Executor(Nobody())
+    executor = Executor(Unused())
     return predict_step(executor, chain(executor), profiles, Planner()).seconds
 
 
 @pytest.mark.parametrize("count", [1, 7, 40])
-def test_products_that_wait_for_each_other_take_at_least_what_the_whole_fleet_needs_for_each(count: int) -> None:
-    """However well it is planned, all cells go up all lines together, and every answer travels both ways."""
+def test_dependent_products_take_at_least_the_whole_fleets_time_for_each(count: int) -> None:
+    """However good the plan, all cells share the uplinks of all devices, and every answer travels both ways."""
     profiles = uniform_fleet("extreme", count, seed=2, line_share=SLOW_LINES)
     profiles["latency_s"] = 0.3
     least = 0.0
@@ -205,7 +206,7 @@ def test_products_that_wait_for_each_other_take_at_least_what_the_whole_fleet_ne
 
 
 @pytest.mark.alone
-def test_on_one_device_the_step_is_no_longer_than_one_whole_block_after_the_other() -> None:
+def test_on_one_device_the_step_takes_no_longer_than_whole_blocks_one_after_the_other() -> None:
     profiles = uniform_fleet("paper", 1, seed=1, line_share=SLOW_LINES)
     alone = [float(block_seconds(profiles, 1, 64, inner, columns)[0]) for inner, columns in pairwise(CHAIN)]
     assert max(alone) < chain_seconds(profiles) <= 1.1 * sum(alone)
@@ -215,7 +216,7 @@ def test_on_one_device_the_step_is_no_longer_than_one_whole_block_after_the_othe
 
 
 @pytest.mark.alone
-def test_predicted_steps_have_the_luck_that_those_of_the_run_will_have() -> None:
+def test_predicted_steps_draw_the_same_random_numbers_as_those_of_the_run() -> None:
     profiles, links = uniform_fleet("extreme", 20, seed=2, line_share=SLOW_LINES), plain_links(20)
     links.table["key"] = device_keys(1, np.arange(20))
     links.table["jitter_down_s"] = links.table["jitter_up_s"] = 0.5
@@ -226,10 +227,10 @@ def test_predicted_steps_have_the_luck_that_those_of_the_run_will_have() -> None
         step()
         ends_s.append(server.clock.now_s)
     seconds = np.diff(ends_s).tolist()
-    assert (np.abs(np.diff(seconds)) / seconds[:-1]).min() > 0.01  # no two in a row are alike
+    assert (np.abs(np.diff(seconds)) / seconds[:-1]).min() > 0.01  # no two successive steps are alike
 
     def predicted(steps: int) -> float:
-        executor = Executor(Nobody())
+        executor = Executor(Unused())
         told = predict_step(executor, chain(executor), profiles, Planner(), links=links, local=0.0, steps=steps)
         return told.seconds
 
@@ -238,22 +239,20 @@ def test_predicted_steps_have_the_luck_that_those_of_the_run_will_have() -> None
     assert predicted(1000) == pytest.approx(np.median(seconds[1:]))
 
 
-def test_what_becomes_of_plans_in_a_prediction_stays_there() -> None:
+def test_revised_plans_of_a_prediction_stay_in_it() -> None:
     profiles, requests, run = uniform_fleet("paper", 30, seed=1), [Request(Shape(1, 64, 32, 48))], Planner()
-    foreseeing, everybody = Apart(run, 30), np.arange(30)
-    plans = foreseeing.plan(requests, profiles, everybody)
-    assert run.plan(requests, profiles, everybody) is plans  # made once
+    predicting, all_devices = PredictionPlanner(run, 30), np.arange(30)
+    plans = predicting.plan(requests, profiles, all_devices)
+    assert run.plan(requests, profiles, all_devices) is plans  # made once
     lost = int(plans[0].device[0])
-    (without,) = foreseeing.plan(requests, profiles, np.delete(everybody, lost), {3: 1})
+    (without,) = predicting.plan(requests, profiles, np.delete(all_devices, lost), {3: 1})
     assert lost not in without.device.tolist()
-    assert foreseeing.plan(requests, profiles, everybody, {3: 1}) is not plans
-    assert run.plan(requests, profiles, everybody) is plans
+    assert predicting.plan(requests, profiles, all_devices, {3: 1}) is not plans
+    assert run.plan(requests, profiles, all_devices) is plans
 
 
 @pytest.mark.parametrize(("absent", "shared"), [([], True), ([29], True), ([0], False), ([3, 29], False)])
-def test_plans_go_over_into_the_run_only_if_devices_have_the_same_numbers_there(
-    absent: list[int], shared: bool
-) -> None:
+def test_plans_pass_to_the_run_only_if_devices_have_the_same_numbers_there(absent: list[int], shared: bool) -> None:
     run, shape = Planner(), Shape(1, 64, 32, 48)
     fleet = ModelledFleet(uniform_fleet("paper", 30, seed=1), run, absent, arithmetic=False)
     done: SimpleQueue[int] = SimpleQueue()
@@ -289,16 +288,16 @@ DEVICE = Profile(1e6, 0.5, 1e5, 1e4, 2.0, 1 << 30, 2)
     [(DEVICE, False), (Profile(1e6, 0.5, 1e5, 1e4, 2.0, 40_000, 2), True)],
     ids=["whole", "in chunks"],
 )
-def test_a_block_takes_what_the_cost_model_says(device: Profile, streamed: bool) -> None:
+def test_a_block_takes_the_time_of_the_cost_model(device: Profile, streamed: bool) -> None:
     profiles, shape = pack_profiles([device]), (16, 3000, 24)
     chunk = int(chunk_length(1, *shape, usable_bytes(profiles))[0])
     assert (0 < chunk < 3000) == streamed
     expected = float(block_seconds(profiles, 1, *shape, None, -(-3000 // chunk))[0])
-    assert expected > 40  # seconds of virtual time, in a few milliseconds of ours
+    assert expected > 40  # seconds of virtual time, in a few milliseconds of real time
     assert one_block_seconds(device, *shape) == pytest.approx(expected, rel=0.02)
 
 
-def test_a_block_over_a_lossy_line_takes_the_repetitions_too() -> None:
+def test_a_block_over_a_lossy_line_includes_the_repetitions() -> None:
     links = plain_links(1)
     links.table["loss_up"] = 1 - 1e-9
     plain_s, lossy_s = (one_block_seconds(DEVICE, 16, 3000, 24, each) for each in (None, links))
@@ -306,14 +305,14 @@ def test_a_block_over_a_lossy_line_takes_the_repetitions_too() -> None:
     assert lossy_s - plain_s == pytest.approx(MOST_REPETITIONS * round_trip_s, rel=0.02)
 
 
-def test_a_prediction_knows_each_device_s_link_in_whatever_order_they_joined(tmp_path: Path) -> None:
+def test_a_prediction_knows_each_devices_link_in_any_order_of_joining(tmp_path: Path) -> None:
     for way in ("down", "up"):
         (tmp_path / f"drive.{way}").write_text("10\n", encoding="utf-8")
     scenario = load_scenario("quickstart", {"fleet.devices": "40", "links.traces.uk-ftth": str(tmp_path / "drive")})
     fleet = make_fleet(scenario.fleet, scenario.links, scenario.seed)
     assert fleet.links is not None
     order = [31, 7, 20]
-    joined = links_of(fleet, [*(fleet.labels[device] for device in order), "somebody's phone"])
+    joined = links_of(fleet, [*(fleet.labels[device] for device in order), "an unknown phone"])
     assert joined is not None
     assert joined.table[:3].tolist() == fleet.links.table[order].tolist()
     assert joined.table[3].tolist() == plain_links(1).table[0].tolist()
@@ -324,9 +323,33 @@ def test_a_prediction_knows_each_device_s_link_in_whatever_order_they_joined(tmp
     assert fleet.links.table["jitter_up_s"].any()
 
 
+@pytest.mark.slow
+def test_a_prediction_ends_with_the_step_in_which_its_time_is_over(model: Model) -> None:
+    """Each step takes the host 6 s; a run of steps as short as these may be predicted for 10 s."""
+    clock = itertools.count(0.0, 6.0)
+    profiles = uniform_fleet("paper", 20, seed=1)
+    model.executor = Executor(Unused())
+    hurried = predict_step(model.executor, model.step, profiles, Planner(), steps=5, now_s=lambda: next(clock))
+    model.executor = Executor(Unused())
+    patient = predict_step(model.executor, model.step, profiles, Planner(), steps=5, now_s=lambda: 0.0)
+    assert hurried.steps == 1
+    assert patient.steps > 1
+
+
 def test_what_the_server_computes_itself_counts_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, 100))  # every look at the clock is 100 s later
     monkeypatch.setattr("testbed.virtual.predict.time.perf_counter", lambda: float(next(clock)))
     fleet = ModelledFleet(pack_profiles([DEVICE]), Planner())
     assert fleet.seconds() == 100.0
     assert fleet.seconds() == 200.0
+
+
+@pytest.mark.slow
+def test_a_planner_that_adopts_the_plans_of_another_makes_none_anew(model: Model) -> None:
+    profiles, first, second = uniform_fleet("paper", 20, seed=1), Planner(), Planner()
+    for planner in (first, second):
+        model.executor = Executor(Unused())
+        predict_step(model.executor, model.step, profiles, planner)
+        second.adopt(first)
+        assert repr(second) == repr(first)
+    assert "0 plans" not in repr(first)

@@ -1,5 +1,5 @@
-"""Promises of `cleave recovery`: what was lost is done again, the same seed gives the same figures, the baselines are
-what their formulas say, and a mistake is one line."""
+"""Promises of `cleave recovery`: lost blocks are computed again, the same seed gives the same figures, the baselines
+follow their formulas, and a mistake gets one line."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_the_last_answer_of_an_undisturbed_product_ends_it() -> None:
     assert product.working() == []
 
 
-def test_the_third_of_a_lost_device_is_done_by_two_others_in_the_time_of_a_hand_calculation() -> None:
-    """Three equal devices; one falls silent with its whole third. The others have done theirs when that is found out,
-    so each does half of the third: download, compute and upload of it."""
+def test_two_devices_compute_a_lost_devices_third_in_the_time_of_a_hand_calculation() -> None:
+    """Three equal devices; one falls silent with its whole third. The others have finished theirs when the loss is
+    noticed, so each does half of that third: download, compute, upload."""
     profile = Profile(1e9, 0.0, 1e9, 1e12, 0.0, 1 << 40, 1)
     shape = Shape(1, 300, 1000, 100)
     product = Product(shape, pack_profiles([profile] * 3), Planner("grid"))
@@ -105,14 +105,14 @@ def test_the_weights_are_the_shares_of_the_step() -> None:
     assert longest_s == pytest.approx(max(trial.weight * 3 / PRODUCTS[trial.shape] for trial in found))
 
 
-def test_survivors_without_the_memory_are_a_failure() -> None:
+def test_survivors_with_too_little_memory_are_a_failure() -> None:
     able = Profile(1e9, 0.0, 1e9, 1e9, 0.0, 1 << 40, 2)
     profiles = pack_profiles([able, replace(able, memory_bytes=8)])
     with pytest.raises(Failure, match="memory"):
         simulate({Shape(1, 30, 10, 10): 1}, profiles, [1], trials=1, seed=0)
 
 
-def test_a_weighted_percentile() -> None:
+def test_a_weighted_percentile_counts_the_weights() -> None:
     assert percentile([3.0, 1.0, 2.0], [1, 1, 1], 0.5) == 2.0
     assert percentile([3.0, 1.0, 2.0], [1, 8, 1], 0.5) == 1.0
     assert percentile([3.0, 1.0, 2.0], [1, 1, 1], 0.99) == 3.0
@@ -120,10 +120,10 @@ def test_a_weighted_percentile() -> None:
     assert percentile(values.tolist(), [1.0] * 101, 0.5) == np.median(values)
 
 
-# ---- the baselines, computed again by hand
+# ---- the baselines, recomputed by hand
 
 
-def test_the_baselines_of_a_small_case_are_those_of_a_hand_calculation() -> None:
+def test_the_baselines_of_a_small_case_match_a_hand_calculation() -> None:
     # 1e6 parameters, 12 bytes each, 96e6 bit over 15 survivors at 8e6 bit/s: 0.8 s; half of 2 steps of 120 s at 15/16
     assert recovery.checkpoint_restart_s(SMALL, 1) == pytest.approx(0.8 + 128.0)
     # 4 stages of 4 devices, 3 left: a stage is 250,000 parameters, 8e6 bit, a third each at 1e6 bit/s: 2.667 s.
@@ -136,7 +136,7 @@ def test_the_baselines_of_a_small_case_are_those_of_a_hand_calculation() -> None
 
 
 def test_the_timeout_is_the_shorter_default_of_torch_distributed() -> None:
-    """As its documentation has it, here in the words of the version that is installed."""
+    """Compared with the documentation of the installed version."""
     told = " ".join((torch.distributed.init_process_group.__doc__ or "").split())
     assert f"Default value is {recovery.TIMEOUT_S / 60:.0f} minutes for NCCL and 30 minutes for other backends" in told
     assert recovery.timeout_s(0.25) == 600.25
@@ -158,7 +158,7 @@ TINY = ["--model", "opt-tiny", "--devices", "12", "--batch", "4", "--seq", "32",
 
 
 @pytest.mark.slow
-def test_the_command_prints_json_that_holds_what_the_baselines_need(start_warm: Start) -> None:
+def test_the_command_prints_json_with_everything_the_baselines_need(start_warm: Start) -> None:
     done = cleave(start_warm, *TINY, "--failures", "1,3", "--format", "json")
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
@@ -209,7 +209,7 @@ def test_bad_input_ends_with_2_and_one_line(start: Start, arguments: list[str], 
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_failures_are_sorted_and_told_once() -> None:
+def test_failures_are_sorted_and_listed_once() -> None:
     assert parse_failures("5, 1,3,1", 8) == [1, 3, 5]
     with pytest.raises(UserError, match="at most"):
         parse_failures("9", 8)

@@ -32,8 +32,8 @@ def make(seed: int = 0, absent: tuple[int, ...] = ()) -> VirtualServer:
     return VirtualServer(profiles, [f"device {i}" for i in range(COUNT)], Planner(), absent)
 
 
-def test_answers_are_held_up_behind_downloads_as_in_a_pod() -> None:
-    """Three blocks that come down one after the other, in 125 ms each: but for the last, answers meet a full buffer."""
+def test_answers_are_delayed_behind_downloads_as_in_a_pod() -> None:
+    """Three blocks arrive one after the other, in 125 ms each: all answers but the last meet a full buffer."""
     profile, links = Profile(1e12, 0.0, 8e6, 1e9, 0.005, 1 << 30, 4), plain_links(1)
     links.table["queue_down_s"] = 0.05
     server = VirtualServer(pack_profiles([profile]), ["phone"], Planner(), links=links)
@@ -53,7 +53,7 @@ KINDS = ("leave", "vanish", "return", "freeze", "slow", "lie", "corrupt", "kill"
 
 @st.composite
 def faults(draw: st.DrawFn) -> list[Injection]:
-    """Any number of them to anybody, but for the devices of pod 0, of which the last stays honest and present."""
+    """Any number of faults on any devices, except that the last device of pod 0 stays honest and present."""
     listed = []
     for at_s in sorted(draw(st.lists(st.floats(0, 30), max_size=8))):
         do = draw(st.sampled_from(KINDS))
@@ -81,9 +81,9 @@ def test_whatever_happens_every_product_ends_and_counts_once(plan: list[Injectio
     assert injector.audit().get("faults", {}).get("worst_delay_s", 0.0) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_who_vanishes_is_missed_after_its_silence() -> None:
+def test_a_vanished_device_is_missed_after_its_silence() -> None:
     server = make()
-    server.slow(list(range(COUNT)), 1000.0)  # nothing returns before that
+    server.slow(list(range(COUNT)), 1000.0)  # no answer comes before that
     with server.injecting(Injector(VirtualPods(server, 2), [Injection(1.0, "vanish", (3,))])):
         multiply(server, [(60, 50, 70)])
     (loss,) = server.records.losses.values()
@@ -91,14 +91,14 @@ def test_who_vanishes_is_missed_after_its_silence() -> None:
     assert loss.detected_ns == pytest.approx(1e9 * (1.0 + NOTICED_AFTER_S))
 
 
-def test_who_freezes_answers_when_it_thaws() -> None:
+def test_a_frozen_device_answers_when_it_thaws() -> None:
     server = make()
     server.freeze(list(range(COUNT)), 3.0)
     multiply(server, [(60, 50, 70)])
     assert (server.records.columns()["received_s"] >= 3.0).all()
 
 
-def test_who_sleeps_for_long_is_lost_and_joins_anew_when_it_thaws() -> None:
+def test_a_device_frozen_for_long_is_lost_and_joins_again_when_it_thaws() -> None:
     server = make()
     server.freeze(list(range(COUNT)), 500.0)
     assert not server.present
@@ -108,7 +108,7 @@ def test_who_sleeps_for_long_is_lost_and_joins_anew_when_it_thaws() -> None:
     assert len(server.absent) == COUNT, "under their old numbers"
 
 
-def test_who_lies_is_found_and_suspended() -> None:
+def test_a_liar_is_found_and_suspended() -> None:
     server = make()
     server.lie([2])
     multiply(server, [(60, 50, 70)])
@@ -116,7 +116,7 @@ def test_who_lies_is_found_and_suspended() -> None:
     assert server.totals.wrong_blocks > 0
 
 
-def test_who_is_absent_gets_nothing_until_it_returns() -> None:
+def test_an_absent_device_gets_no_work_until_it_returns() -> None:
     server = make(absent=(0, 1))
     assert server.devices == COUNT - 2
     multiply(server, [(60, 50, 70)])
@@ -126,7 +126,7 @@ def test_who_is_absent_gets_nothing_until_it_returns() -> None:
     assert server.devices == COUNT
 
 
-def test_a_fleet_that_is_gone_is_told() -> None:
+def test_a_fleet_that_is_gone_is_reported() -> None:
     server = make()
     with (
         pytest.raises(Failure, match="no device is there"),

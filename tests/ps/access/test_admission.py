@@ -1,5 +1,5 @@
-"""Who gets in from elsewhere: a real server, real agents, real sockets. Whoever is refused is told why, is logged once,
-and never sees a block."""
+"""Admission of devices from elsewhere: a real server, real agents, real sockets. A refused device is told why, is
+logged once, and never sees a block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROFILE = Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 1000)
 
 
 class Guarded:
-    """A server that takes invited devices, and what it has said."""
+    """A server that admits only invited devices, and what it has logged."""
 
     def __init__(self, folder: Path, listen: str = "tcp://127.0.0.1:0") -> None:
         self.access = AccessFile(folder / "server")
@@ -67,8 +67,8 @@ def guarded(nothing_left_behind: None, tmp_path: Path) -> Iterator[Guarded]:
     assert guarded.server.error is None
 
 
-class Guest:
-    """Bare encrypted sockets, with which a test says what no agent would."""
+class RawClient:
+    """Bare encrypted sockets that can send what no agent would."""
 
     def __init__(self, guarded: Guarded, keys: Keys | None = None, name: bytes = b"", endpoint: str = "") -> None:
         self.keys = keys or Keys.new()
@@ -83,12 +83,12 @@ class Guest:
         self._connected = False
 
     def hello(self, token: str = "") -> Message:
-        """What the entrance says."""
+        """The entrance's answer."""
         with self._context.socket(zmq.DEALER) as line:
             line.setsockopt(zmq.LINGER, 0)
             self._curve.apply(line)
             line.connect(self._entrance)
-            line.send_multipart(encode(Hello("guest", token)))
+            line.send_multipart(encode(Hello("client", token)))
             assert line.poll(int(1000 * LIMIT_S)), "the entrance does not answer"
             return decode(line.recv_multipart())
 
@@ -99,10 +99,10 @@ class Guest:
         self.socket.send_multipart([bytes(frame) for frame in encode(message)])
 
     def join(self, token: str = "", devices: int = 1) -> None:
-        """With a token, by way of the entrance."""
+        """Through the entrance, if a token is given."""
         if token:
             assert isinstance(self.hello(token), Ticket)
-        self.send(Join(pack_profiles([PROFILE] * devices), ["guest"] * devices, {}))
+        self.send(Join(pack_profiles([PROFILE] * devices), ["client"] * devices, {}))
 
     def event(self) -> tuple[int, int]:
         """The next thing that happens to the connection, and its value."""
@@ -111,7 +111,7 @@ class Guest:
         return found["event"], found["value"]
 
     def receive(self) -> Message:
-        """The next that is no heartbeat."""
+        """The next message that is not a heartbeat."""
         while True:
             assert self.socket.poll(int(1000 * LIMIT_S)), "the server does not answer"
             message = decode(self.socket.recv_multipart())
@@ -123,22 +123,22 @@ class Guest:
         self._context.destroy(linger=0)
 
 
-Knock = Callable[..., Guest]
+Connect = Callable[..., RawClient]
 
 
 @pytest.fixture
-def knock(guarded: Guarded) -> Iterator[Knock]:
+def connect(guarded: Guarded) -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
 
-        def knock(keys: Keys | None = None, name: bytes = b"") -> Guest:
-            guest = Guest(guarded, keys, name)
-            stack.callback(guest.close)
-            return guest
+        def connect(keys: Keys | None = None, name: bytes = b"") -> RawClient:
+            client = RawClient(guarded, keys, name)
+            stack.callback(client.close)
+            return client
 
-        yield knock
+        yield connect
 
 
-# ---- those who may
+# ---- devices that may join
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_an_invited_agent_joins_works_and_comes_back_without_the_link(
     assert server.wait_for_devices(1, LIMIT_S)
     Multiplication(server, (1, 120, 90, 110)).check()
     first.end()  # kill -9: as Android does
-    until(lambda: server.devices == 0, "the server misses it")
+    until(lambda: server.devices == 0, "the server notices")
     start("agent", "--state", str(tmp_path / "a"), "--name", "phone", *FAST)
     assert server.wait_for_devices(1, LIMIT_S)
     Multiplication(server, (1, 120, 90, 110), seed=1).check()
@@ -160,16 +160,16 @@ def test_an_invited_agent_joins_works_and_comes_back_without_the_link(
     assert (tmp_path / "a" / "keys.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_device_that_comes_from_a_new_address_takes_the_place_of_its_old_self(
-    guarded: Guarded, knock: Knock, until: Until
+def test_a_device_that_joins_from_a_new_address_replaces_its_old_connection(
+    guarded: Guarded, connect: Connect, until: Until
 ) -> None:
-    old = knock()
+    old = connect()
     old.join(guarded.token())
     assert isinstance(old.receive(), Welcome)
-    new = knock(old.keys)
+    new = connect(old.keys)
     new.join()
     assert isinstance(new.receive(), Welcome)
-    until(lambda: guarded.server.devices == 1, "it is there once")
+    until(lambda: guarded.server.devices == 1, "the device counts once")
     assert [line for line in guarded.said if "joined again from elsewhere" in line]
 
 
@@ -185,13 +185,13 @@ def test_a_device_is_invited_to_an_ipv6_address(start: Start, tmp_path: Path) ->
         guarded.server.stop()
 
 
-def test_an_invitation_for_two_takes_two(guarded: Guarded, knock: Knock) -> None:
+def test_an_invitation_for_two_takes_two(guarded: Guarded, connect: Connect) -> None:
     token = guarded.token(uses=2)
-    assert [type(knock().hello(token)) for _ in range(3)] == [Ticket, Ticket, Refused]
+    assert [type(connect().hello(token)) for _ in range(3)] == [Ticket, Ticket, Refused]
 
 
-def test_a_key_of_the_run_may_bring_many_devices_and_is_not_written_down(guarded: Guarded, knock: Knock) -> None:
-    pod = knock()
+def test_a_key_of_the_run_may_bring_many_devices_and_is_not_stored(guarded: Guarded, connect: Connect) -> None:
+    pod = connect()
     guarded.server.trust(pod.keys.public, "pod", devices=50)
     pod.join(devices=40)
     assert isinstance(pod.receive(), Welcome)
@@ -215,7 +215,7 @@ def test_a_pod_with_a_key_of_the_run_works_over_an_encrypted_connection(start: S
     assert guarded.refusals() == []
 
 
-# ---- those who may not
+# ---- devices that may not join
 
 
 def withdrawn(guarded: Guarded) -> str:
@@ -226,7 +226,7 @@ def withdrawn(guarded: Guarded) -> str:
 
 def used(guarded: Guarded) -> str:
     token = guarded.token()
-    other = Guest(guarded)
+    other = RawClient(guarded)
     other.join(token)
     assert isinstance(other.receive(), Welcome)
     assert guarded.server.wait_for_devices(1, LIMIT_S)
@@ -244,47 +244,45 @@ REFUSED: dict[str, tuple[Callable[[Guarded], str], str]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_whoever_may_not_join_is_told_why_logged_once_and_gets_no_block(
-    guarded: Guarded, knock: Knock, why: str, until: Until
+def test_a_refused_device_is_told_why_is_logged_once_and_gets_no_block(
+    guarded: Guarded, connect: Connect, why: str, until: Until
 ) -> None:
     token_of, words = REFUSED[why]
-    guest = knock()
+    client = connect()
     token = token_of(guarded)
-    until(lambda: guarded.server.devices == 0, "whoever used it is gone")
-    product = Multiplication(guarded.server, (1, 8, 8, 8))  # work is waiting for anybody who could do it
+    until(lambda: guarded.server.devices == 0, "the device that used it is gone")
+    product = Multiplication(guarded.server, (1, 8, 8, 8))  # work that any device could do
     for _ in range(20):
-        answer = guest.hello(token)
+        answer = client.hello(token)
         assert isinstance(answer, Refused)
         assert words in answer.reason
         assert answer.final
-    until(lambda: bool(guarded.refusals()), "the server says so")
+    until(lambda: bool(guarded.refusals()), "the server logs it")
     assert len(guarded.refusals()) == 1
-    assert fingerprint(guest.keys.public) in guarded.refusals()[0]
-    guest.join()
-    assert guest.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+    assert fingerprint(client.keys.public) in guarded.refusals()[0]
+    client.join()
+    assert client.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
     assert guarded.server.totals.sent_bytes == 0
     assert not product.done.is_set()
 
 
-def test_a_device_that_is_revoked_is_dropped_at_once_and_stays_out(
-    guarded: Guarded, knock: Knock, until: Until
-) -> None:
-    guest = knock()
-    guest.join(guarded.token())
-    assert isinstance(guest.receive(), Welcome)
+def test_a_revoked_device_is_dropped_at_once_and_stays_out(guarded: Guarded, connect: Connect, until: Until) -> None:
+    client = connect()
+    client.join(guarded.token())
+    assert isinstance(client.receive(), Welcome)
     other_process = AccessFile(guarded.access.path.parent)
-    other_process.change(lambda book: access.revoke_device(book, "guest", time.time()))
-    answer = guest.receive()
+    other_process.change(lambda book: access.revoke_device(book, "client", time.time()))
+    answer = client.receive()
     assert isinstance(answer, Refused)
     assert answer.final
     until(lambda: guarded.server.devices == 0, "it is out")
-    assert guest.event()[0] == zmq.EVENT_DISCONNECTED
+    assert client.event()[0] == zmq.EVENT_DISCONNECTED
     for token in ("", guarded.token()):
-        answer = guest.hello(token)
+        answer = client.hello(token)
         assert isinstance(answer, Refused)
         assert "revoked" in answer.reason
-    assert guest.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400), "nor does it come in where it was"
-    until(lambda: len(guarded.refusals()) == 2, "the server says so: at the entrance, and of the connection")
+    assert client.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400), "the data socket does not admit it either"
+    until(lambda: len(guarded.refusals()) == 2, "the server logs both: at the entrance, and for the connection")
 
 
 @pytest.mark.slow
@@ -301,15 +299,15 @@ def test_an_agent_whose_key_was_revoked_says_so_and_ends(
     assert "does not know this device's key, or has revoked it: ask for a new invitation" in again.output
 
 
-def test_a_stranger_cannot_measure_the_link(guarded: Guarded, knock: Knock) -> None:
-    guest = knock()
-    guest.send(Probe(1, 8 << 20, b""))
-    assert guest.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
-    guest = knock()
-    guest.join(guarded.token())
-    assert isinstance(guest.receive(), Welcome)
-    guest.send(Probe(2, 1000, b""))
-    answer = guest.receive()
+def test_an_unknown_client_cannot_measure_the_link(guarded: Guarded, connect: Connect) -> None:
+    client = connect()
+    client.send(Probe(1, 8 << 20, b""))
+    assert client.event() == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+    client = connect()
+    client.join(guarded.token())
+    assert isinstance(client.receive(), Welcome)
+    client.send(Probe(2, 1000, b""))
+    answer = client.receive()
     assert isinstance(answer, Probe)
     assert len(answer.data) == 1000
 
@@ -331,19 +329,19 @@ def test_an_invited_device_measures_its_link(start: Start, guarded: Guarded, tmp
 
 
 @pytest.mark.slow
-def test_a_device_that_asks_for_probes_without_end_is_stopped(guarded: Guarded, knock: Knock) -> None:
-    guest = knock()
-    guest.join(guarded.token())
-    assert isinstance(guest.receive(), Welcome)
+def test_a_device_that_never_stops_asking_for_probes_is_refused(guarded: Guarded, connect: Connect) -> None:
+    client = connect()
+    client.join(guarded.token())
+    assert isinstance(client.receive(), Welcome)
     answers: list[Message] = []
     while not answers or isinstance(answers[-1], Probe):
-        guest.send(Probe(len(answers), 8 << 20, b""))
-        answers.append(guest.receive())
+        client.send(Probe(len(answers), 8 << 20, b""))
+        answers.append(client.receive())
         assert len(answers) < 100
     assert isinstance(answers[-1], Refused)
 
 
-def test_an_agent_with_another_servers_key_finds_out(start: Start, guarded: Guarded, tmp_path: Path) -> None:
+def test_an_agent_with_another_servers_key_says_so(start: Start, guarded: Guarded, tmp_path: Path) -> None:
     other = Invitation((guarded.endpoint.removeprefix("tcp://"),), Keys.new().public, "x" * 22)
     agent = start("agent", "--state", str(tmp_path / "a"), *FAST, "--invitation", other.link)
     agent.expect("is not the server of the invitation")
@@ -351,16 +349,16 @@ def test_an_agent_with_another_servers_key_finds_out(start: Start, guarded: Guar
     assert len([line for line in guarded.refusals() if "another server's key" in line]) == 1
 
 
-def test_a_plain_agent_does_not_get_in(start: Start, guarded: Guarded, until: Until) -> None:
+def test_an_unencrypted_agent_is_refused(start: Start, guarded: Guarded, until: Until) -> None:
     start("agent", "--ps", guarded.endpoint, *FAST)
-    until(lambda: bool(guarded.refusals()), "the server says so")
+    until(lambda: bool(guarded.refusals()), "the server logs it")
     assert "does not encrypt" in guarded.refusals()[0]
     assert guarded.server.totals.sent_bytes == 0
     assert guarded.server.devices == 0
 
 
 class Recorder:
-    """Carries bytes between a device and the server, and keeps what the device has sent."""
+    """Carries bytes between a device and the server, and records what the device sends."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -390,8 +388,8 @@ class Recorder:
             target.shutdown(socket.SHUT_WR)
 
     def replay(self) -> bytes:
-        """What the server answers to the same bytes, until it hangs up. As the device did: ZeroMQ's greeting and HELLO
-        before it is answered, the rest after."""
+        """Sends the recorded bytes again and returns the server's answers until it hangs up. In the device's order:
+        ZeroMQ's greeting and HELLO before the first answer, the rest after it."""
         answered, first = bytearray(), 64 + 202
         with socket.create_connection(self._server) as again, contextlib.suppress(ConnectionError):
             again.settimeout(LIMIT_S)
@@ -408,9 +406,9 @@ class Recorder:
         self._listener.close()
 
 
-def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, until: Until) -> None:
+def test_a_recorded_hello_admits_no_other_connection(guarded: Guarded, until: Until) -> None:
     recorder = Recorder(guarded.endpoint)
-    device = Guest(guarded, endpoint=recorder.endpoint)
+    device = RawClient(guarded, endpoint=recorder.endpoint)
     device.join(guarded.token(uses=100))
     assert isinstance(device.receive(), Welcome)
     assert guarded.server.wait_for_devices(1, LIMIT_S)
@@ -421,7 +419,7 @@ def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, unt
     before = guarded.access.read()
     for _ in range(5):
         assert len(recorder.replay()) == 64 + 170  # a greeting and the handshake's WELCOME, which holds nothing yet
-    until(lambda: bool(guarded.refusals()), "the server says so")
+    until(lambda: bool(guarded.refusals()), "the server logs it")
     assert len(guarded.refusals()) == 1
     assert "replays messages of another connection" in guarded.refusals()[0]
     assert guarded.server.devices == 0
@@ -431,7 +429,7 @@ def test_a_hello_that_somebody_else_recorded_opens_nothing(guarded: Guarded, unt
 
 
 def by_hand(endpoint: str, user: str, message: Message, password: str = "") -> socket.socket:
-    """A plain connection that claims to be this user, in ZeroMQ's own words (ZMTP 3.0)."""
+    """A plain connection that claims to be this user, spoken by hand in ZeroMQ's protocol (ZMTP 3.0)."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     line = socket.create_connection((host, int(port)), timeout=LIMIT_S)
     mechanism, words = (b"PLAIN", b"\x08INITIATE") if password else (b"NULL", b"\x05READY")
@@ -453,8 +451,8 @@ def by_hand(endpoint: str, user: str, message: Message, password: str = "") -> s
     return line
 
 
-def test_nobody_on_a_plain_connection_passes_for_a_device_with_a_key(guarded: Guarded, knock: Knock) -> None:
-    device = knock()
+def test_a_plain_connection_cannot_impersonate_a_device_with_a_key(guarded: Guarded, connect: Connect) -> None:
+    device = connect()
     device.join(guarded.token())
     assert isinstance(device.receive(), Welcome)
     assert guarded.server.wait_for_devices(1, LIMIT_S)
@@ -462,24 +460,24 @@ def test_nobody_on_a_plain_connection_passes_for_a_device_with_a_key(guarded: Gu
     with by_hand(server.address, device.keys.public, Hello("impostor")) as line:
         while b'"password":"' not in heard or not heard.endswith(b'"}'):
             heard += line.recv(4096)
-    password = heard.rpartition(b'"password":"')[2][:-2].decode()  # as whoever is on this machine gets one
+    password = heard.rpartition(b'"password":"')[2][:-2].decode()  # any process of this machine gets one
     join = Join(pack_profiles([PROFILE]), ["impostor"], {})
     with by_hand(server.data_address, device.keys.public, join, password):
-        assert server.wait_for_devices(2, LIMIT_S)  # as whoever is on this machine, and not as the device
+        assert server.wait_for_devices(2, LIMIT_S)  # as a local process, not as the device
     assert not [line for line in guarded.said if "from elsewhere" in line]
 
 
-def test_nobody_chooses_the_name_of_a_connection(guarded: Guarded, knock: Knock) -> None:
-    """ZeroMQ would let them: and who takes the name of one that has just broken would answer in its place."""
-    device = knock(name=b"the phone")
+def test_a_client_cannot_choose_the_name_of_its_connection(guarded: Guarded, connect: Connect) -> None:
+    """ZeroMQ would allow it: a client could take the name of a connection that just broke, and answer in its place."""
+    device = connect(name=b"the phone")
     device.join(guarded.token())
     assert device.event()[0] == zmq.EVENT_DISCONNECTED
     assert guarded.server.devices == 0
-    assert not device.socket.poll(0), "it is not even answered"
+    assert not device.socket.poll(0), "no answer at all"
 
 
 def cut_off(line: socket.socket, limit_s: float) -> bool:
-    """Is the connection closed within that time, although there is always more to come?"""
+    """Is the connection closed within that time, although more always follows?"""
     deadline = time.monotonic() + limit_s
     try:
         while time.monotonic() < deadline:
@@ -491,7 +489,7 @@ def cut_off(line: socket.socket, limit_s: float) -> bool:
     return False
 
 
-def test_who_does_not_pass_the_handshake_in_time_is_cut_off_however_much_it_sends(
+def test_a_client_that_does_not_finish_the_handshake_in_time_is_cut_off_however_much_it_sends(
     nothing_left_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ps.access.listening.HANDSHAKE_S", 0.5)
@@ -508,7 +506,7 @@ def test_who_does_not_pass_the_handshake_in_time_is_cut_off_however_much_it_send
     assert guarded.server.error is None
 
 
-def test_nobody_listens_off_loopback_in_the_clear() -> None:
+def test_the_server_never_listens_unencrypted_beyond_loopback() -> None:
     with pytest.raises(AddressError, match="in the clear"):
         Server(host="0.0.0.0")
     with pytest.raises(AddressError, match="who may join"):

@@ -1,4 +1,4 @@
-"""Limits of what is not admitted, and of what a device that has joined may send: the pure parts."""
+"""Limits for clients that are not admitted, and for what a joined device may send: the pure parts."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ LIMITS = Limits(most=6, per_address=3, seconds=10.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.sampled_from(["come", "go", "speak"]))))
-def test_there_are_never_more_than_may_be_and_nobody_stays_too_long(steps: list[tuple[int, str, str]]) -> None:
-    visitors, here = PendingConnections(LIMITS), {}
+def test_pending_connections_stay_within_every_limit_and_none_stays_too_long(steps: list[tuple[int, str, str]]) -> None:
+    pending, here = PendingConnections(LIMITS), {}
     for now_s, (who, address, what) in enumerate(steps):
         if what == "come":
             here[who] = (address, float(now_s))
-            for gone in visitors.came(who, address, now_s):
+            for gone in pending.came(who, address, now_s):
                 assert gone != who, "the newest stays"
                 del here[gone]
         elif what == "go":
-            visitors.gone(who)
+            pending.gone(who)
             here.pop(who, None)
         elif who in here:
-            visitors.heard(who, now_s)
+            pending.heard(who, now_s)
             here[who] = (here[who][0], float(now_s))
-        for gone in visitors.overdue(now_s):
+        for gone in pending.overdue(now_s):
             assert here.pop(gone)[1] <= now_s - LIMITS.seconds
-        assert set(visitors.all) == set(here)
+        assert set(pending.all) == set(here)
         assert all(since_s > now_s - LIMITS.seconds for _, since_s in here.values())
         assert len(here) <= LIMITS.most
         assert all(sum(a == address for a, _ in here.values()) <= LIMITS.per_address for address in "abc")
 
 
-def test_those_who_say_nothing_keep_nobody_out() -> None:
-    visitors = PendingConnections(LIMITS)
+def test_silent_connections_keep_no_other_client_out() -> None:
+    pending = PendingConnections(LIMITS)
     for who in range(3):
-        assert visitors.came(who, "crowd", 0.0) == []
+        assert pending.came(who, "crowd", 0.0) == []
     for who in range(3, 6):
-        assert visitors.came(who, f"single-{who}", 0.0) == []
-    assert visitors.came(6, "new", 1.0) == [0], "the oldest of the address that has most of them"
-    assert visitors.came(7, "crowd", 1.0) == [1]
-    assert visitors.came(8, "new", 1.0, spare=1) == [], "some are expected"
+        assert pending.came(who, f"single-{who}", 0.0) == []
+    assert pending.came(6, "new", 1.0) == [0], "the oldest of the address with the most connections"
+    assert pending.came(7, "crowd", 1.0) == [1]
+    assert pending.came(8, "new", 1.0, spare=1) == [], "a connection is expected"
 
 
 def test_a_ticket_is_good_for_one_connection_and_a_short_time() -> None:
@@ -69,7 +69,7 @@ def test_a_ticket_is_good_for_one_connection_and_a_short_time() -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=30))
-def test_who_answers_what_it_was_asked_and_beats_is_never_over_its_allowance(blocks: list[int]) -> None:
+def test_a_device_that_answers_its_blocks_and_sends_heartbeats_stays_within_its_allowance(blocks: list[int]) -> None:
     allowance, sent_bytes = Allowance(), 0
     for count in blocks:
         allowance.asked(count, 1000 * count)
@@ -82,7 +82,7 @@ def test_who_answers_what_it_was_asked_and_beats_is_never_over_its_allowance(blo
         assert sent_bytes <= allowance.bytes
 
 
-def test_who_sends_more_than_that_soon_is() -> None:
+def test_a_device_that_sends_more_soon_exceeds_its_allowance() -> None:
     allowance = Allowance()
     assert [allowance.spoke() for _ in range(SPARE_MESSAGES + 1)][-2:] == [True, False]
     allowance = Allowance()
@@ -90,15 +90,15 @@ def test_who_sends_more_than_that_soon_is() -> None:
     assert [allowance.joined_again() for _ in range(SPARE_JOINS + 1)][-2:] == [True, False]
     for _ in range(10_000):
         allowance.beat()
-    assert allowance.messages == SPARE_MESSAGES, "what is not used does not pile up"
+    assert allowance.messages == SPARE_MESSAGES, "an unused allowance does not add up"
     assert Allowance().bytes == SPARE_BYTES
 
 
 class _Scarce:
-    """A listener with one caller, and a kernel that has no descriptor for a second socket."""
+    """A listener with one client, and a kernel without a descriptor for a second socket."""
 
     def __init__(self) -> None:
-        self.caller, self.accepted = socket.socketpair()
+        self.client, self.accepted = socket.socketpair()
         self.answered = False
 
     def setblocking(self, flag: bool) -> None:
@@ -114,7 +114,7 @@ class _Scarce:
         return self.accepted, ("127.0.0.1", 1)
 
     def close(self) -> None:
-        self.caller.close()
+        self.client.close()
 
 
 def test_a_gate_without_descriptors_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,8 @@ def test_a_gate_without_descriptors_hangs_up(monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patched:
             patched.setattr("ps.access.caller_sockets.socket.socket", none_left)
             assert gate.attend({listener.fileno(): zmq.POLLIN}, 0.0)
-            listener.caller.send(b"knock")
+            listener.client.send(b"hello")
             assert gate.attend({listener.accepted.fileno(): zmq.POLLIN}, 0.0)
-    assert listener.accepted.fileno() == -1, "its caller is not left waiting"
-    assert listener.caller.recv(1) == b""
+    assert listener.accepted.fileno() == -1, "its client is not left waiting"
+    assert listener.client.recv(1) == b""
     gate.close()
