@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings as planning_settings
+from ps.planning.pipeline import rectangles
 from ps.planning.planner import Inquiry, Planner, Question, ask
 from ps.planning.plans import Level, Plan, PlanError, whole
 from ps.scheduling import settings
@@ -164,8 +165,6 @@ class Dispatcher:
             firm = new.plan is not None and new.plan.firm
             self._state.jobs[new.job] = Job(new.request, new.critical, new.kept, firm=firm)
             if new.plan is not None:
-                if not all(self._state.devices[device].alive for device in new.plan.device.tolist()):
-                    raise ValueError(f"job {new.job}: the plan names a device that is not there")
                 self._begin(new.job, new.plan, turn)
         self._plan_together([new for new in event.jobs if new.plan is None], turn)
 
@@ -190,10 +189,20 @@ class Dispatcher:
                 for d in self._standing.unproven
             }
             patience_s = [unproven_s.get(device, 0.0) for device in plan.device.tolist()]
-        self._assignments.add(job, plan.boxes, plan.device, plan.fresh, turn, patience_s=patience_s)
+        there = np.array([self._state.devices[device].alive for device in plan.device.tolist()])
+        if there.all():
+            self._assignments.add(job, plan.boxes, plan.device, plan.fresh, turn, patience_s=patience_s)
+        else:  # a plan that was given names devices that have left since it was made
+            self._begin_without_the_gone(job, plan, there, turn)
         if self._standing.suspects and not plan.firm:  # a plan that was given may name them
             named = [device for device in np.unique(plan.device).tolist() if device in self._standing.suspects]
             self._stragglers.move_queued(named, turn)
+
+    def _begin_without_the_gone(self, job: int, plan: Plan, there: NDArray[np.bool_], turn: Turn) -> None:
+        """What devices that have left should have done is cut again over the others."""
+        if there.any():
+            self._assignments.add(job, plan.boxes[there], plan.device[there], plan.fresh[there], turn)
+        self._assignments.place(job, rectangles(plan.boxes[~there], plan.device[~there]), turn)
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""

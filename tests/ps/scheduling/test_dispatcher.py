@@ -893,12 +893,25 @@ def test_a_given_plan_that_its_devices_cannot_hold_is_refused() -> None:
         world.submit(shape, given=given)
 
 
-def test_a_given_plan_with_a_device_that_is_gone_is_refused() -> None:
+@pytest.mark.parametrize("named", [[1, 0, 1], [1, 1, 1]])
+def test_what_a_given_plan_asks_of_a_device_that_has_left_is_done_by_the_others(named: list[int]) -> None:
+    """A device may leave between the making of a plan and its submission."""
     world = World()
-    world.join(*[COMMON] * 2)
+    world.join(*[COMMON] * 3)
     world.leave(1)
-    with pytest.raises(ValueError, match="a device that is not there"):
-        world.submit(Shape(1, 4, 7, 8), given=plan_of([(0, 1, 0, 4, 0, 8)], [1]))
+    boxes: list[tuple[int, ...]] = [(0, 1, 0, 4, 0, 3), (0, 1, 0, 4, 3, 2), (0, 1, 0, 4, 5, 3)]
+    sent = only(SendBlocks, world.submit(Shape(1, 4, 7, 8), given=plan_of(boxes, named)))
+    assert 1 not in {device for one in sent for device in one.devices}
+    world.finish_everything()
+
+
+def test_a_given_plan_waits_if_all_devices_have_left() -> None:
+    world = World()
+    world.join(COMMON)
+    world.leave(0)
+    assert only(JobWaits, world.submit(Shape(1, 4, 7, 8), given=plan_of([(0, 1, 0, 4, 0, 8)], [0])))
+    world.join(COMMON)
+    world.finish_everything()
 
 
 # ---- jobs that are ready together
