@@ -179,18 +179,25 @@ class Membership:
 
     def unreachable(self, *peers: Peer) -> None:
         """Sending to these peers failed, or they do not read. If the connection has ended, its unread messages are read
-        first: they may say that its devices leave."""
+        before it is lost: they may say that its devices leave."""
         for peer in peers:
             if peer.does_not_read:
                 self.cut(peer, "it does not read what it is sent")
             else:
                 self._unreachable[peer.identity] = peer
 
-    def lose_unreachable(self) -> None:
-        """Lose the unreachable peers whose messages have all been read."""
-        while self._unreachable:
-            identity, peer = self._unreachable.popitem()
-            if self._peers.get(identity) is peer:
+    @property
+    def ended(self) -> list[Peer]:
+        """The peers whose connection has ended and whose messages may be unread. Asked before a read: a connection that
+        ends while the read's answers are handled may have a message that came after the socket was empty."""
+        return list(self._unreachable.values())
+
+    def lose_ended(self, read: list[Peer]) -> None:
+        """Lose these peers: all that they sent has been read."""
+        for peer in read:
+            if self._unreachable.get(peer.identity) is peer:
+                del self._unreachable[peer.identity]
+            if self._peers.get(peer.identity) is peer:
                 self.lose(peer, "its connection is gone")
 
     def cut(self, peer: Peer, reason: str) -> None:

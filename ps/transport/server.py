@@ -371,12 +371,13 @@ class Server(Shell[Answers]):
             pace.free_s = woke_s
         if not pace.unheard:
             pace.heard_s = outside.now_s()
+        ended = self._membership.ended
         pace.unheard = pace.request_next or not self._receiving.read()
         if not pace.unheard:
             self._guard.all_read_s = outside.now_s()
         heard = not pace.unheard or outside.now_s() >= pace.heard_s + UNHEARD_S
         if heard:
-            self._membership.lose_unreachable()
+            self._membership.lose_ended(ended)
         # right after reading: later in the turn, an answer may be waiting in the socket
         if heard and (now_s := self._now_s()) >= max(pace.look_s, self._dispatcher.next_look_s):
             pace.look_s = now_s + settings.NOW.reaction_s

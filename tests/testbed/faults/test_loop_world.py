@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from agent.protocol.wire import Leave, Result, encode
 from ps.transport.membership import Membership
 from ps.transport.peers import Peer
 from testbed.faults.chaos import LOOP, Tally, failure_of, generate_loop, replay_loop
@@ -147,3 +149,29 @@ def test_time_is_only_the_worlds_own() -> None:
     assert world.network.now > 20.0
     assert world.faults == Counter({"pause": 1, "jump": 1})
     assert world.events < 1000
+
+
+def test_a_device_that_leaves_while_answers_are_handled_has_left_and_is_not_lost() -> None:
+    """Its message and the end of its connection come after the socket was empty and before the server sends to it."""
+    world = LoopWorld([("enrolled", [COMMON]), ("enrolled", [COMMON]), ("run", 50)])
+    receiving = world.server._receiving
+    honest = receiving._answered
+
+    def answered(batch: list[tuple[Peer, Result]]) -> None:
+        line = world._processes[0].line
+        if line is not None and any(peer.identity == line.connection.name for peer, _ in batch):
+            leave = encode(Leave(np.zeros(1, np.uint32), "its owner needs it"))
+            line.connection.unread.append([bytes(frame) for frame in leave])
+            world.network.router.ready(line.connection)
+            line.excused = world._processes[0].left = True
+            line.connection.end()
+        honest(batch)
+
+    receiving._answered = answered
+    for operation in world._operations:
+        world._do(operation)
+    world._submit([(1, 40, 16, 40, True, None)] * 8)
+    world._run_until_done()
+    assert world._processes[0].left
+    assert world.server.totals.lost_devices == 0
+    assert world.server.devices == 1
