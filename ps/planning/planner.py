@@ -97,7 +97,7 @@ class Planner:
         self.kind, self.cap = kind, cap
         self._cache: OrderedDict[Question, _Cached] = OrderedDict()
         self._latest: Question | None = None
-        self._lock = threading.RLock()  # large fleets are planned in a thread of their own (ps/transport/intake.py)
+        self._lock = threading.RLock()  # plans are made in a thread of their own (ps/transport/intake.py)
         self._teams: dict[tuple[Level, ...], Team] = {}  # by levels ahead: the team for the deferred products
         self._teams_of = 0  # number of devices when these were chosen
 
@@ -365,13 +365,9 @@ class Inquiry:
 
     @property
     def takes_long(self) -> bool:
-        """Whether the answer may need new plans for a large fleet."""
+        """Whether the answer needs other plans than those that are kept."""
         question = self.question or self.planner.upcoming
-        return (
-            question is not None
-            and len(self.able) > settings.NOW.large
-            and not self.planner.has_ready(question, self.able, self.revised, self.busy)
-        )
+        return question is not None and not self.planner.has_ready(question, self.able, self.revised, self.busy)
 
     def answer(self) -> list[Plan]:
         """Plans; an empty list if there are none, or if the inquiry only plans ahead."""

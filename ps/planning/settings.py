@@ -44,9 +44,6 @@ class Settings:
     # together 380. A plan that was repaired after a loss is replaced once its uses have lost as much.
     solving_s: float = 0.025
     most_cached: int = 4096  # plans; a model of 80 layers asks about 500 questions per step
-    # Devices; with more, plans are made in a thread of their own. With 1,000, a level of OPT-125M takes up to 1.5 s to
-    # plan; with fewer than this, milliseconds.
-    large: int = 64
     # ---- shared blocks
     shared_over: int = 64  # devices, at most, per lost box: those that would finish it soonest; 0011
     # ---- trial blocks; tests/attacks/test_attack_claims.py

@@ -78,8 +78,13 @@ def capped(
     if cap.share >= 1.0 or len(able) < 2 or (yields and beside) or not cap.broken(requests, plans, len(able)):
         return plans
     if yields:
-        found = _capped(cap, requests, plans, profiles, len(able), partial(solve, requests, able=able))
-        return found if ends_s(found) <= settings.NOW.later * ends_s(plans) else plans
+        latest_s = settings.NOW.later * ends_s(plans)
+
+        def too_late(found: list[Plan]) -> bool:
+            return ends_s(found) > latest_s
+
+        found = _capped(cap, requests, plans, profiles, len(able), partial(solve, requests, able=able), too_late)
+        return plans if too_late(found) else found
     found = []
     for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
         if plan.waits:
@@ -102,9 +107,10 @@ def _capped(
     profiles: NDArray[np.void],
     able: int,
     solve: Callable[[NDArray[np.void]], list[Plan]],
+    give_up: Callable[[list[Plan]], bool] = lambda _: False,
 ) -> list[Plan]:
     """Plans within the cap; if there are none, those nearest to it: other devices may not have the memory, or there are
-    too few rows."""
+    too few rows. Plans for which `give_up` holds are returned at once: those nearer to the cap end even later."""
     best, best_part = plans, np.inf
     # a claim may be any number: a device counts as at most `able` times as fast as all others together
     slower, most = profiles.copy(), max(cap.share, 1.0 / able)
@@ -127,6 +133,8 @@ def _capped(
         except PlanError:
             break
         plans = [_with_times(plan, request, profiles) for request, plan in zip(requests, made, strict=True)]
+        if give_up(plans):
+            return plans
     return best
 
 

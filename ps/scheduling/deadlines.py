@@ -160,25 +160,33 @@ class Deadlines:
         return max(1.0, (self._all if alike is None or alike.margin == float("inf") else alike).most)
 
     def returned(
-        self, ratios: Sequence[float], expected_s: Sequence[float], devices: Sequence[int] | None = None
+        self,
+        ratios: Sequence[float],
+        expected_s: Sequence[float],
+        devices: Sequence[int] | None = None,
+        certain: Sequence[float] | None = None,
     ) -> None:
-        """Ratios of actual to expected time of returned blocks, with their expected times and devices."""
-        groups: dict[int, tuple[list[float], list[int]]] = {}
+        """Ratios of actual to expected time of returned blocks, with their expected times and devices. `certain`: the
+        ratios without the time for which the server left the answers unread, if that is known. A block is overdue by
+        what is normal with the server's delay; a device is late only by what it did itself."""
+        groups: dict[int, tuple[list[float], list[int], list[float]]] = {}
         devices = devices if devices is not None else [UNKNOWN] * len(ratios)
+        certain = certain if certain is not None else ratios
         lengths = np.frexp(expected_s)[1].tolist()
         if len(set(lengths)) == 1:
-            groups[lengths[0]] = list(ratios), list(devices)
+            groups[lengths[0]] = list(ratios), list(devices), list(certain)
         else:
-            for ratio, length, device in zip(ratios, lengths, devices, strict=True):
-                of_length, whose = groups.setdefault(length, ([], []))
+            for ratio, length, device, own in zip(ratios, lengths, devices, certain, strict=True):
+                of_length, whose, owned = groups.setdefault(length, ([], [], []))
                 of_length.append(ratio)
                 whose.append(device)
-        for length, (of_length, whose) in groups.items():
+                owned.append(own)
+        for length, (of_length, whose, owned) in groups.items():
             normal = self._by_length.get(length)
             if normal is None:
                 normal = self._by_length[length] = _Normal(self.typical)
             if normal.margin < float("inf"):
-                self.typical.add(whose, of_length, normal.most)
+                self.typical.add(whose, owned, normal.most)
             normal.add(of_length, whose)
         if ratios and self.cold:
             self._quickest = min(ratios) if not self._all.known else min(self._quickest, *ratios)

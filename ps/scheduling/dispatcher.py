@@ -244,9 +244,11 @@ class Dispatcher:
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired = [], [], []
         ratios: list[float] = []
+        certain: list[float] = []
         expected_s: list[float] = []
         owners: list[int] = []
         now_s, stragglers, land = self._state.now_s, self._stragglers, self._assignments.land
+        unheard_s = min(event.unheard_s, settings.NOW.hitch_s)
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
             job = land(device, job_id, block, answered=True)
             if job is None:
@@ -257,8 +259,11 @@ class Dispatcher:
             job.state[block] = DONE
             job.open -= 1
             expects_s = job.expected_s[block]
-            ratio = (now_s - job.sent_s[block]) / expects_s
-            ratios.append(ratio)
+            took_s = now_s - job.sent_s[block]
+            ratios.append(took_s / expects_s)
+            # of the moments at which it may have arrived, the one that speaks best for the device
+            ratio = max(min(took_s, expects_s), took_s - unheard_s) / expects_s
+            certain.append(ratio)
             expected_s.append(expects_s)
             owners.append(device)
             stragglers.answered(device, job_id, ratio, expects_s)
@@ -268,7 +273,7 @@ class Dispatcher:
                 repaired.append(job.loss[block])
             if not job.open and not any(orphan.job == job_id for orphan in self._state.orphans):
                 finished.append(job_id)
-        stragglers.learn(ratios, expected_s, owners)
+        stragglers.learn(ratios, certain, expected_s, owners)
         if accepted:
             turn.out.append(AcceptBlocks(accepted))
         for loss in repaired:

@@ -64,6 +64,7 @@ class BlocksReturned:
     devices: list[int]
     jobs: list[int]
     blocks: list[int]
+    unheard_s: float = field(default=0.0, compare=False)  # they may have lain unread for this long, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Stragglers:
         self._named: set[int] = set()  # devices that were reported as not answering
 
     def answered(self, device: int, job_id: int, ratio: float, expected_s: float) -> None:
-        """A good answer: it took `ratio` times as long as expected."""
+        """A good answer: it certainly took `ratio` times as long as expected."""
         slowness, growing, now = self._beliefs.slowness, self._beliefs.newcomers.beliefs, settings.NOW
         if device in slowness.factor:
             slowness.answered(device, ratio)
@@ -59,9 +59,10 @@ class Stragglers:
         self._state.devices[device].worked = self._answered = True
         self._said_alone = False
 
-    def learn(self, ratios: list[float], expected_s: list[float], devices: list[int]) -> None:
-        """All good answers of a turn: what is normal, and which devices are typically late."""
-        self._deadlines.returned(ratios, expected_s, devices)
+    def learn(self, ratios: list[float], certain: list[float], expected_s: list[float], devices: list[int]) -> None:
+        """All good answers of a turn: what is normal, and which devices are typically late. `ratios`: of the time until
+        they were read, to the expected time; `certain`: the part of them that is not the server's own delay."""
+        self._deadlines.returned(ratios, expected_s, devices, certain)
         for device, typical in self._deadlines.typical.take_found().items():
             if not self._beliefs.is_growing(device):
                 self._beliefs.slowness.typically(device, typical)

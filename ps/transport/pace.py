@@ -14,15 +14,19 @@ LONG_S = 0.02
 # takes about 5 ms.
 PACKING_S = 0.02
 
+# A wait that took longer than this was a wait: the socket was empty when it began.
+WAITED_S = 0.0002
+
 
 @dataclass(slots=True)
 class Pace:
-    """When the loop's regular tasks are due. `beat_s` and `heard_s` are in the host's time, the other two in the
+    """When the loop's regular tasks are due. `beat_s` and `heard_s` are in the host's time, the other times in the
     dispatcher's."""
 
     beat_s: float
     look_s: float
     heard_s: float  # when the socket was last empty, or reading towards that began
     free_s: float  # when late blocks could last be judged
+    empty_s: float  # when the socket was last seen empty: what is read now has arrived since then
     unheard: bool = False
     request_next: bool = False  # the last turn left a request to this one

@@ -271,9 +271,12 @@ class Answers:
     places: list[Place] = field(default_factory=list)  # of the good ones
 
     @classmethod
-    def of(cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live], received_ns: int) -> Answers:
-        """Check a batch of results. WireError if one of them is invalid; nothing has changed then."""
-        self = cls(batch, received_ns)
+    def of(
+        cls, batch: Sequence[tuple[Peer, Result]], jobs: Mapping[int, Live], received_ns: int, unheard_s: float = 0.0
+    ) -> Answers:
+        """Check a batch of results, which lay unread for at most `unheard_s`. WireError if one of them is invalid;
+        nothing has changed then."""
+        self = cls(batch, received_ns, BlocksReturned([], [], [], unheard_s))
         good, bad, answered, places = self.good, self.bad, self.answered, self.places
         for peer, message in batch:
             cells, start, table, ids = _cells(message), 0, message.answers, peer.ids

@@ -58,7 +58,7 @@ from ps.transport.intake import Intake, Requests
 from ps.transport.jobs import Live, Product, Totals
 from ps.transport.membership import Membership, Reports
 from ps.transport.operands import Operand
-from ps.transport.pace import LONG_S, PACKING_S, UNHEARD_S, Pace
+from ps.transport.pace import LONG_S, PACKING_S, UNHEARD_S, WAITED_S, Pace
 from ps.transport.peers import Peer, missing_ones
 from ps.transport.receiving import Answers, Receiving
 from ps.transport.records import Records
@@ -358,14 +358,17 @@ class Server(Shell[Answers]):
         pace = self._pace
         if pace is None:
             now_s, look_s = outside.now_s(), self._now_s()
-            pace = self._pace = Pace(beat_s=now_s, look_s=look_s, heard_s=now_s, free_s=look_s)
+            pace = self._pace = Pace(beat_s=now_s, look_s=look_s, heard_s=now_s, free_s=look_s, empty_s=look_s)
         stuck = [peer for peer in self._peers.values() if peer.outbox or peer.streams]
         until_look_s = (max(pace.look_s, self._dispatcher.next_look_s) - self._now_s()) * self._clock.scale
         timeout_s = 0.001 if stuck else max(0.001, min(pace.beat_s - outside.now_s(), until_look_s))
         self._mind_standstill()
+        asked_s = outside.now_s()
         outside.wait(self._router, requests.bell, 0.0 if requests or self._shipping.packs else timeout_s)
         self._mind_standstill(timeout_s)
         woke_host_s, woke_s = outside.now_s(), self._now_s()
+        if woke_host_s - asked_s > WAITED_S:
+            pace.empty_s = woke_s
         self._shipping.until_s = woke_host_s + PACKING_S
         if woke_s >= pace.look_s:
             pace.free_s = woke_s
@@ -374,7 +377,7 @@ class Server(Shell[Answers]):
         ended = self._membership.ended
         pace.unheard = pace.request_next or not self._receiving.read()
         if not pace.unheard:
-            self._guard.all_read_s = outside.now_s()
+            self._guard.all_read_s, pace.empty_s = outside.now_s(), self._now_s()
         heard = not pace.unheard or outside.now_s() >= pace.heard_s + UNHEARD_S
         if heard:
             self._membership.lose_ended(ended)
@@ -407,7 +410,8 @@ class Server(Shell[Answers]):
 
     def _answered(self, batch: list[tuple[Peer, Result]]) -> None:
         """All results of one read, as one event; WireError if one of them makes no sense."""
-        answers = Answers.of(batch, self._jobs, self._now_ns())
+        unheard_s = self._now_s() - self._pace.empty_s if self._pace is not None else 0.0
+        answers = Answers.of(batch, self._jobs, self._now_ns(), unheard_s)
         for peer, job, block in answers.answered:
             peer.answered(job, block)
         if answers.bad.devices:

@@ -170,6 +170,32 @@ def test_an_overdue_block_is_copied_to_others_in_pieces_and_the_first_answer_dec
     assert end == [AcceptBlocks([0]), JobFinished(0)]
 
 
+@pytest.mark.parametrize("unheard_s", [0.0, 1.0])
+def test_the_delay_of_a_server_that_did_not_read_makes_no_device_slow(unheard_s: float) -> None:
+    """Otherwise a busy server believes its devices to be slow, makes all plans anew, and is busy with that."""
+    world = Clockwork()
+    beliefs = world.dispatcher._beliefs
+    for world.job in range(2 * NOW.enough):
+        (block,) = world.submit([0])
+        job = world.dispatcher._state.jobs[world.job]
+        world.now_s = job.sent_s[block] + job.expected_s[block] + NOW.far_s * NOW.far
+        answer = BlocksReturned([0], [world.job], [block], unheard_s)
+        world.dispatcher.handle(answer, world.now_s)
+    assert (beliefs.slowness.factor.get(0, 1.0) > NOW.far) == (unheard_s == 0.0)
+
+
+def test_a_device_that_is_late_by_more_than_the_server_did_not_read_is_slow_by_the_rest() -> None:
+    world = Clockwork()
+    (block,) = world.submit([0])
+    job = world.dispatcher._state.jobs[0]
+    expects_s = job.expected_s[block]
+    heard: list[float] = []
+    world.dispatcher._stragglers.answered = lambda device, job_id, ratio, expected_s: heard.append(ratio)  # type: ignore[method-assign]
+    world.now_s = job.sent_s[block] + expects_s + 3.0
+    world.dispatcher.handle(BlocksReturned([0], [0], [block], unheard_s=0.5), world.now_s)
+    assert heard == [pytest.approx((expects_s + 2.5) / expects_s)]
+
+
 def test_if_the_late_device_answers_first_the_others_are_told_to_stop() -> None:
     world = Clockwork()
     world.submit([0])
