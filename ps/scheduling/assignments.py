@@ -244,7 +244,7 @@ class Assignments:
 
     def feed(self, turn: Turn) -> None:
         """Fill each freed device from its queues; idle devices take work from the longest queue."""
-        thefts = 0
+        thefts = failures = 0
         taken: list[tuple[int, int]] = []
         for device in turn.freed:
             if device in self._standing.suspects:
@@ -255,7 +255,10 @@ class Assignments:
                     break
                 if record.in_flight or not record.alive or self._standing.owes_an_answer(device):
                     continue
-                if thefts == settings.NOW.per_turn or not self._steal(device):
+                if settings.NOW.per_turn in (thefts, failures):
+                    continue
+                if not self._steal(device):
+                    failures += 1
                     continue
                 thefts += 1
             while queue := record.critical or record.deferred:

@@ -192,9 +192,13 @@ class Deadlines:
             self._quickest = min(ratios) if not self._all.known else min(self._quickest, *ratios)
         self._all.add(ratios, devices)
         if self._unjudged and not self.cold:
-            unjudged, self._unjudged = self._unjudged, []
-            for key, device, now_s, seconds in unjudged:
-                self.sent([key], [device], now_s, [seconds])
+            together: dict[float, list[tuple[Key, int, float]]] = {}
+            for key, device, now_s, seconds in self._unjudged:
+                together.setdefault(now_s, []).append((key, device, seconds))
+            self._unjudged = []
+            for now_s, sent in together.items():
+                keys, to, expected = zip(*sent, strict=True)
+                self.sent(keys, to, now_s, expected)
 
     @property
     def next_s(self) -> float:

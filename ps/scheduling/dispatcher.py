@@ -155,10 +155,11 @@ class Dispatcher:
     # ---- events
 
     def _submitted(self, event: JobsSubmitted, turn: Turn) -> None:
-        self._state.ahead = event.ahead
+        self._state.ahead, self._state.more = event.ahead, event.more
         event, held = self._with_held(event), self._state.held
         if not event.ahead:
-            self._state.held = []
+            begun = {new.job for new in event.jobs}
+            self._state.held = [job for job in held if job not in begun]
         for new in event.jobs:
             if new.job in self._state.jobs and new.job not in held:
                 raise ValueError(f"job {new.job} was submitted twice")
@@ -171,7 +172,7 @@ class Dispatcher:
     def _with_held(self, event: JobsSubmitted) -> JobsSubmitted:
         """The event, with the deferred products that were held until the last level of the pass if this is the last."""
         known = {new.job for new in event.jobs}
-        held = [] if event.ahead else [job for job in self._state.held if job not in known]
+        held = [] if event.ahead or event.more else [job for job in self._state.held if job not in known]
         jobs = self._state.jobs
         again = [Submission(job, jobs[job].request, jobs[job].critical, None, jobs[job].operands) for job in held]
         return replace(event, jobs=[*event.jobs, *again]) if again else event

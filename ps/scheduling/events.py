@@ -44,10 +44,12 @@ class Submission:
 @dataclass(frozen=True, slots=True)
 class JobsSubmitted:
     """Products that are ready at the same moment; they are planned together. `ahead`: the levels still to be submitted
-    before the pass ends. No product waits for the deferred ones before that."""
+    before the pass ends. No product waits for the deferred ones before that. `more`: others of them, also with their
+    plans, follow in another event."""
 
     jobs: list[Submission]
     ahead: tuple[Level, ...] = ()
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def _check_device(of: Dispatcher, index: int, record: Device) -> None:
 def _check_job(of: Dispatcher, job_id: int, job: Job, where: dict[Key, list[str]]) -> None:
     """Its blocks tile its output, and each is where its state says; they are taken out of `where`."""
     if job_id in of._state.held:
-        if job.state or not of._state.ahead:
+        if job.state or not (of._state.ahead or of._state.more):
             raise InvariantBroken(f"job {job_id} is held, and has blocks, or nothing is to come")
         return
     cover = np.zeros((job.shape.batch, job.shape.rows, job.shape.columns), np.int8)

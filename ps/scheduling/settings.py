@@ -20,7 +20,7 @@ class Settings:
     # A busy host or link may take this long before something is wrong: pods need up to 0.3 s for their first block;
     # with 0.5 s of jitter each way, a floor of 0.5 s made the first step 60% longer through false alarms, 1 s did not.
     hitch_s: float = 1.0
-    per_turn: int = 32  # overdue blocks that are copied, and queued blocks that move, per turn: a few milliseconds
+    per_turn: int = 32  # overdue blocks that are copied, queued blocks that move, and vain tries of that, per turn
     # ---- what is normal, and what is overdue; 0006
     # Answers; with fewer, the cost model alone sets deadlines. What is normal is computed again after four times as
     # many, from the latest 16 times as many of about the same length.

@@ -161,6 +161,7 @@ class State:
     waiting: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # length of each device's queues
     waiting_total: int = 0
     ahead: tuple[Level, ...] = ()  # levels still to be submitted before the pass ends
+    more: bool = False  # of the latest submission
     losses: dict[int, int] = field(default_factory=dict)  # loss of devices -> blocks still to be recomputed
     orphans: list[Orphan] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # deferred jobs without blocks until the last level of the pass

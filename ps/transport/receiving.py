@@ -47,7 +47,8 @@ from ps.transport.records import Records
 from ps.transport.shipping import Shipping
 
 MESSAGES_PER_TURN = 256  # then the rest of the loop gets its turn
-ANSWERS_PER_TURN = 2048  # blocks, roughly; one message of a pod may have the answers of many devices
+ANSWERS_PER_TURN = 1024  # blocks, roughly; one message of a pod may have the answers of many devices
+READING_S = 0.03  # likewise: while another thread computes, each message may cost a switch of threads
 BYTES_PER_TURN = 8 << 20  # likewise: they are copied into their products, in about 5 ms
 SENT_AWAY = 1024  # connections; each is cut within a second, and no more than a few hundred are open at a time
 COMPLAINTS = 1000  # connections whose invalid messages are reported, once each
@@ -89,6 +90,7 @@ class Receiving:
     def read(self) -> bool:
         """Read what has arrived, up to the budget. True if nothing is left."""
         self._read_answers = self._read_bytes = 0
+        until_s = self._outside.now_s() + READING_S
         try:
             for _ in range(MESSAGES_PER_TURN):
                 try:
@@ -97,6 +99,8 @@ class Receiving:
                     return True
                 self._receive(frames[0].bytes, frames)
                 if self._read_answers >= ANSWERS_PER_TURN or self._read_bytes >= BYTES_PER_TURN:
+                    break
+                if self._outside.now_s() >= until_s:
                     break
             return False
         finally:

@@ -48,7 +48,7 @@ class Records:
         answers = answers.copy()  # the original holds the whole message
         if not due_counts:
             answers["due_ns"] = 0
-        answers["device"] = np.array(ids, np.uint32)[answers["device"]]
+        answers["device"] = [ids[index] for index in answers["device"].tolist()]  # few of thousands
         if counted is not None:
             kept = []
             for device, job, block in answers[["device", "job", "block"]].tolist():

@@ -152,7 +152,13 @@ class Server(Shell[Answers]):
         peers, jobs, totals, outside, endpoints = self._peers, self._jobs, self.totals, self._outside, self._endpoints
         self._checking = Checking(jobs, totals, self._verification, lambda: self.devices, self._say, outside.random)
         self._intake = Intake(
-            jobs, self._dispatcher, self._planning, self._checking if verify else None, self._handle, self._now_s
+            jobs,
+            self._dispatcher,
+            self._planning,
+            self._checking if verify else None,
+            self._handle,
+            self._requests.add_first,
+            self._now_s,
         )
         self._shipping = Shipping(self._router, peers, self.roster.peer_of, jobs, totals, outside)
         record = lambda event, **fields: self.note(event, **fields)  # noqa: E731

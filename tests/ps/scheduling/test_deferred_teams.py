@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from emulator.model.fleet import uniform_fleet
 from ps.planning.planner import Planner, Question
-from ps.planning.plans import Level, Request, Shape
+from ps.planning.plans import WAITS, Level, Request, Shape
 from ps.scheduling.dispatcher import Dispatcher
 from ps.scheduling.events import (
     BlocksReturned,
@@ -142,3 +143,22 @@ def test_deferred_products_that_wait_begin_when_nothing_more_comes() -> None:
     world.handle(JobsSubmitted([]))
     world.answer_all(1)
     assert not world.dispatcher.left_behind()
+
+
+def test_products_that_begin_in_parts_begin_once_and_what_was_held_with_them() -> None:
+    """The last level of a pass, with the products that were held until then, told in as many events as products."""
+    world = World()
+    held = Submission(0, GRADIENT, critical=False, plan=WAITS)
+    world.handle(JobsSubmitted([held], question().ahead))
+    asked = JobsSubmitted([Submission(1, CHAIN, critical=True), Submission(2, CHAIN, critical=True)])
+    inquiry = world.dispatcher.inquire(asked, world.now_s)
+    assert inquiry is not None
+    planned = world.dispatcher.with_plans(asked, inquiry, inquiry.answer())
+    assert sorted(new.job for new in planned.jobs) == [0, 1, 2]
+    for new in planned.jobs:
+        world.handle(replace(planned, jobs=[new], more=new is not planned.jobs[-1]))
+    assert all(world.devices(job) for job in (0, 1, 2))
+    for new in planned.jobs:
+        assert new.plan is not None
+        assert len(world.dispatcher._state.jobs[new.job].boxes) == len(new.plan.boxes)
+    assert not world.dispatcher._state.held

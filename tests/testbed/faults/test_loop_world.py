@@ -47,6 +47,16 @@ def test_the_server_survives_and_every_kind_of_fault_happens() -> None:
     assert tally.seen["products done"] >= 500
 
 
+def test_the_server_survives_when_products_that_are_ready_together_begin_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ps.transport.intake.BLOCKS_PER_TURN", 0)
+    tally = Tally()
+    for seed in range(2000, 2020):
+        assert failure_of(generate_loop(seed), tally, LOOP) is None, f"seed {seed}"
+    assert tally.seen["products done"] > 100
+
+
 def test_the_server_survives_without_any_one_operation() -> None:
     """Otherwise shrinking would find new failures."""
     operations = generate_loop(7)
