@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -69,10 +70,11 @@ class Question:
         """The plans that other products wait for first."""
         return plans[: self.critical] if self.defers else plans
 
-    def ends_s(self, plans: list[Plan]) -> float:
+    def ends_s(self, plans: list[Plan], profiles: NDArray[np.void]) -> float:
         """When the plans end. With deferred products beside critical ones, the sum of both ends: a second of either
         costs the same."""
-        return _ends_s(plans) if not self.defers else _ends_s(plans[: self.critical]) + _ends_s(plans[self.critical :])
+        parts = [plans[: self.critical], plans[self.critical :]] if self.defers else [plans]
+        return sum(_ends_s(part, profiles) for part in parts)
 
 
 @dataclass(slots=True)
@@ -174,8 +176,9 @@ class Planner:
         if self.cap.share < 1.0:
             solve = gridded if self.kind == "grid" else solved
             beside = question.deferred if question.defers else 0
-            plans = capped(self.cap, question.requests, plans, profiles, able, solve, question.ends_s, beside)
-        self.remember(question, able, plans, revision)
+            ends_s = partial(question.ends_s, profiles=profiles)
+            plans = capped(self.cap, question.requests, plans, profiles, able, solve, ends_s, beside)
+        self.remember(question, able, plans, profiles, revision)
         return plans
 
     def _solved_beside(self, question: Question, profiles: NDArray[np.void], able: Integers) -> list[Plan]:
@@ -202,7 +205,7 @@ class Planner:
                     continue
                 return solved(level.critical, profiles, able) + [WAITS] * len(level.deferred)
             deferred = solved(level.deferred, profiles, there)
-            if not known or _ends_s(deferred) <= later * team.span_s:
+            if not known or _ends_s(deferred, profiles) <= later * team.span_s:
                 return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
         raise AssertionError("teams that were just found are all there")
 
@@ -222,11 +225,14 @@ class Planner:
     def knows(self, requests: Sequence[Request] | Question) -> bool:
         return Question.of(requests) in self._cache
 
-    def remember(self, question: Question, able: Integers, plans: list[Plan], revision: int = 0) -> None:
+    def remember(
+        self, question: Question, able: Integers, plans: list[Plan], profiles: NDArray[np.void], revision: int = 0
+    ) -> None:
         """Keep these new plans. Corrections of profiles up to `revision` were known when they were made."""
         own = _unchanging(able)
         followed_by = self._cache[question].followed_by if question in self._cache else None
-        self._cache[question] = _Cached(own, own, plans, question.ends_s(plans), revision, followed_by=followed_by)
+        ends_s = question.ends_s(plans, profiles)
+        self._cache[question] = _Cached(own, own, plans, ends_s, revision, followed_by=followed_by)
         self._cache.move_to_end(question)
         if len(self._cache) > settings.NOW.most_cached:
             self._cache.popitem(last=False)
@@ -245,7 +251,7 @@ class Planner:
                 return False
             if not keeps(self.cap, question.requests, plans, len(able)):
                 return False
-            ends_s = question.ends_s(plans)
+            ends_s = question.ends_s(plans, profiles)
             wastes_s = max(0.0, ends_s - kept.ends_s) + (1 - np.isin(able, kept.solved_for).mean()) * ends_s
         if kept.wasted_s + wastes_s > settings.NOW.solving_s * len(plans):
             return False
@@ -292,17 +298,18 @@ def without_the_lost(
     return found
 
 
-def _ends_s(plans: list[Plan]) -> float:
-    """When the last device ends; a device in several plans computes them one after another."""
+def _ends_s(plans: list[Plan], profiles: NDArray[np.void]) -> float:
+    """When the last device ends. A device in several plans computes them one after another, but waits for its line only
+    once: their messages are on their way together."""
     if len(plans) == 1:
         return plans[0].makespan_s
-    first = [np.unique(plan.device, return_index=True) for plan in plans]
-    devices, index = np.unique(np.concatenate([found[0] for found in first]), return_inverse=True)
-    ends_s = [
-        np.full(len(found[0]), plan.makespan_s) if plan.ends_s is None else plan.ends_s[found[1]]
-        for plan, found in zip(plans, first, strict=True)
-    ]
-    return float(np.bincount(index, np.concatenate(ends_s), len(devices)).max(initial=0.0))
+    busy_s = np.zeros(len(profiles))
+    for plan in plans:
+        used, first = np.unique(plan.device, return_index=True)
+        ends_s = plan.makespan_s if plan.ends_s is None else plan.ends_s[first]
+        busy_s[used] += ends_s - 2 * profiles["latency_s"][used]
+    used = np.flatnonzero(busy_s)
+    return float((busy_s + 2 * profiles["latency_s"])[used].max(initial=0.0))
 
 
 def without(able: Integers, busy: Integers) -> Integers:
@@ -330,25 +337,26 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
     over_all = {request: Relaxation.of(request, mine) for request in dict.fromkeys(requests)}  # many are equal
     relaxations = [over_all[request] for request in requests]
     best: list[Plan] = []
+    best_s = np.inf
     harder = np.ones(len(requests))  # than the relaxed bound: rounding to whole numbers costs each product differently
     for _ in range(2 if 1 < len(requests) <= len(able) else 0):
         teams = deal(relaxations, harder, len(able))
         if not teams or not all(len(team) for team in teams):
             break
         alone = [Relaxation.of(request, mine[team], team) for request, team in zip(requests, teams, strict=True)]
-        if max(relaxation.span_s for relaxation in alone) > settings.NOW.slack * sum(
-            relaxation.span_s for relaxation in relaxations
-        ):
-            break
         plans = [relaxation.plan(profiles, able, few=False) for relaxation in alone]
-        if best and _ends_s(plans) >= _ends_s(best):
-            break
-        best = plans
         ends_s = np.array([plan.makespan_s for plan in plans])
-        if ends_s.max() <= settings.NOW.slack * ends_s.mean():
+        if ends_s.max() >= best_s:
+            break
+        best, best_s = plans, ends_s.max()
+        if best_s <= settings.NOW.slack * ends_s.mean():
             break  # the plans end close enough together
         harder = harder * ends_s / ends_s.mean()
-    return best or [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]
+    waits_s = 2 * mine["latency_s"].min()  # in turn, the devices wait for their lines once
+    if best_s <= waits_s + sum(relaxation.span_s - waits_s for relaxation in relaxations):
+        return best
+    in_turn = [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]
+    return best if best_s <= _ends_s(in_turn, profiles) else in_turn
 
 
 @dataclass(frozen=True, slots=True)

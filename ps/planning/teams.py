@@ -60,7 +60,7 @@ class Relaxation:
         """`few`: use as few devices as end within the slack of the best."""
         shape, chosen = self.request.shape, np.arange(len(self.index))
         if few:
-            cells = self.within(settings.NOW.slack * self.span_s)
+            cells = self.areas.within(settings.NOW.slack * self.span_s)  # one device alone may do more than all
             ranking = np.argsort(-cells, kind="stable")
             enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * settings.NOW.slack)) + 1
             chosen = np.sort(ranking[:enough])

@@ -150,5 +150,5 @@ class PredictionPlanner(Planner):
         question = Question.of(requests)
         if self._shared and len(able) == self._devices and not revised and not self.knows(question):
             plans = self._run.plan(question, profiles, able, busy=busy)
-            self.remember(question, without(able, busy), plans)
+            self.remember(question, without(able, busy), plans, profiles)
         return super().plan(question, profiles, able, revised, busy)
