@@ -338,6 +338,8 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
     relaxations = [over_all[request] for request in requests]
     best: list[Plan] = []
     best_s = np.inf
+    waits_s = 2 * mine["latency_s"].min()  # in turn, the devices wait for their lines once
+    in_turn_s = waits_s + sum(relaxation.span_s - waits_s for relaxation in relaxations)
     harder = np.ones(len(requests))  # than the relaxed bound: rounding to whole numbers costs each product differently
     for _ in range(2 if 1 < len(requests) <= len(able) else 0):
         teams = deal(relaxations, harder, len(able))
@@ -349,12 +351,9 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
         if ends_s.max() >= best_s:
             break
         best, best_s = plans, ends_s.max()
-        if best_s <= settings.NOW.slack * ends_s.mean():
-            break  # the plans end close enough together
+        if best_s <= settings.NOW.slack * ends_s.mean() and best_s <= in_turn_s:
+            return best  # the plans end close enough together
         harder = harder * ends_s / ends_s.mean()
-    waits_s = 2 * mine["latency_s"].min()  # in turn, the devices wait for their lines once
-    if best_s <= waits_s + sum(relaxation.span_s - waits_s for relaxation in relaxations):
-        return best
     in_turn = [relaxation.plan(profiles, able, few=True) for relaxation in relaxations]
     return best if best_s <= _ends_s(in_turn, profiles) else in_turn
 
