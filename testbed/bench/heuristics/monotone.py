@@ -28,7 +28,7 @@ from testbed.runs.display import Display
 from testbed.virtual.server import VirtualServer
 
 LONGER = 0.03
-SHORTER = 0.03
+SHORTER = 0.1
 MOST_DEVICES = 200
 MODELS = {"opt-tiny": (8, 64, 2), "llama-tiny": (8, 64, 2), "opt-125m": (1, 128, 1)}  # batch, sequence, layers
 
