@@ -22,14 +22,13 @@ A slab that will be used r times while it is kept is downloaded once, so the pac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
 from ps.planning.capacity import SHAPES, Areas, CostModel
-from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, usable_bytes
+from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, queue_seconds, usable_bytes
 from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
 
@@ -99,8 +98,8 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     height = np.clip(one / width, 1, shape.rows)
     rectangles = np.maximum(cells / np.maximum(one, 1e-300), 1)
     separate = rectangles >= 2
-    all_devices = slice(None)
-    down_s, compute_s, up_s = queue_seconds(profiles, all_devices, shape, rectangles, height, width, height + width)
+    lines = rectangles * (height + width)
+    down_s, compute_s, up_s = queue_seconds(profiles, slice(None), shape.inner, rectangles, height, width, lines)
     total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
     now = settings.NOW
     worth = np.clip(total_s / now.strip_s, 1, np.minimum(now.most_strips, credit))
@@ -175,26 +174,6 @@ def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: 
     return ends_s
 
 
-def queue_seconds(
-    profiles: NDArray[np.void],
-    device: Integers | slice,
-    shape: Shape,
-    batches: Any,
-    rows: Any,
-    columns: Any,
-    sides: Any,
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds to download `sides` rows and columns, to compute without overhead, and to upload, on these devices of the
-    table. (Taking whole records for thousands of blocks would cost more than all the rest: field by field is 10 times
-    faster.)"""
-    cells = 1.0 * batches * rows * columns
-    return (
-        8.0 * BYTES * shape.inner * batches * sides / profiles["down_bps"][device],
-        2.0 * shape.inner * cells / profiles["flops"][device],
-        8.0 * BYTES * cells / profiles["up_bps"][device],
-    )
-
-
 def cut_boxes(
     boxes: Integers, device: Integers, strips: Integers, turned: bool, shape: Shape, profiles: NDArray[np.void]
 ) -> tuple[Integers, Integers]:
@@ -216,8 +195,9 @@ def cut_boxes(
     axis = np.where(boxes[:, 1] > 1, 0, 4 if turned else 2)
     extent = boxes[np.arange(len(boxes)), axis + 1]
     count = np.minimum(strips, extent)
-    along = np.where(boxes[:, 1] > 1, boxes[:, 3] + boxes[:, 5], boxes[:, 5 if turned else 3])
-    steep = taper(*queue_seconds(profiles, device, shape, boxes[:, 1], boxes[:, 3], boxes[:, 5], along), count)
+    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
+    along = batches * np.where(batches > 1, rows + columns, columns if turned else rows)
+    steep = taper(*queue_seconds(profiles, device, shape.inner, batches, rows, columns, along), count)
     largest = boxes.copy()
     share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
     largest[np.arange(len(boxes)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
@@ -297,9 +277,9 @@ def device_ends(
     count = np.diff(starts, append=len(mine))
     longest = np.argsort(-count, kind="stable")  # longest first, so that the devices that still have a block come first
     starts, count = starts[longest], count[longest]
-    sides = boxes[:, 3] * fresh[:, 0] + boxes[:, 5] * fresh[:, 1]
-    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape, boxes[:, 1], boxes[:, 3], boxes[:, 5], sides)
-    compute_s = compute_s + chunks * profiles["overhead_s"][mine]
+    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
+    lines = batches * (rows * fresh[:, 0] + columns * fresh[:, 1])
+    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape.inner, batches, rows, columns, lines, chunks)
     # the first chunk can be computed when it arrives, the last one not before the download ends
     after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
     downloaded, computed, uploaded = np.zeros((3, len(starts)))

@@ -144,7 +144,7 @@ class Dispatcher:
                 self._checked(event, turn)
             case TimePassed():
                 self._stragglers.help_the_late(turn)
-        if self._state.waiting_total:
+        if self._state.waiting.any():
             self._assignments.feed(turn)
         if turn.cancel.devices:
             turn.out.append(turn.cancel)
@@ -376,7 +376,7 @@ class Dispatcher:
             record = self._state.devices[device]
             held = [*sorted(record.in_flight), *record.critical, *record.deferred]
             lost += [key for key in held if not self._stragglers.given_up(*key, turn)]
-            self._state.not_waiting(device)
+            self._state.waiting[device] = 0
             self._state.devices[device] = record.gone()
             turn.freed.pop(device, None)
         for part in (self._standing, self._assignments.teams, self._stragglers, self._beliefs):

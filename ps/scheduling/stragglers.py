@@ -179,7 +179,7 @@ class Stragglers:
             record.critical.clear()
             record.deferred.clear()
             record.waiting.clear()
-            self._state.not_waiting(device)
+            self._state.waiting[device] = 0
         for job_id, block in waiting:
             self.given_up(job_id, block, turn)
         self._assignments.cut(waiting, turn)
