@@ -114,14 +114,12 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     chunks = -(-shape.inner // np.maximum(chunk, min(now.least_chunk, shape.inner)))
     column_s, row_s = _side_s(profiles, request)
     others_s = compute_s / rectangles, up_s / rectangles
-    tapers = np.stack(
-        [
-            _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
-            _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
-        ]
-    )
-    tapers = np.where(separate, taper(down_s, compute_s, up_s, strips), tapers)
-    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, tapers)
+    tapers = [
+        _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
+        _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
+    ]
+    tapers = [np.where(separate, taper(down_s, compute_s, up_s, strips), best) for best in tapers]
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, np.stack(tapers))
 
 
 def _best_taper(
@@ -138,13 +136,16 @@ def _best_taper(
     before the slab that all strips share has arrived, so a device with a slow uplink does better with a narrow slab.
     `slab_s`, `along_s`: seconds to download one line of the slab, and one along which strips are cut; `slab_most`,
     `along_most`: the most lines of each."""
-    square = np.sqrt(cells * along_s / slab_s)
-    tapers, ends_s = [], []
-    for slab in np.clip(SHAPES[:, None] * square, np.maximum(cells / along_most, 1), slab_most):
-        strips_s = along_s * cells / slab
-        tapers.append(taper(strips_s, compute_s, up_s, strips))
-        ends_s.append(slab_s * slab + _after_slab_s(strips_s, compute_s, up_s, strips, tapers[-1]))
-    best: Numbers = np.stack(tapers)[np.argmin(ends_s, axis=0), np.arange(len(cells))]
+    squares = SHAPES[:, None] * np.sqrt(cells * along_s / slab_s)
+    slabs = np.clip(squares, np.maximum(cells / along_most, 1), slab_most)
+    strips_s = along_s * cells / slabs
+    tapers = taper(strips_s, compute_s, up_s, strips)
+    return _best(tapers, slab_s * slabs + _after_slab_s(strips_s, compute_s, up_s, strips, tapers))
+
+
+def _best(choices: Numbers, ends_s: Numbers) -> Numbers:
+    """Of the choices along the first axis, for each device the one that ends soonest."""
+    best: Numbers = np.take_along_axis(choices, ends_s.argmin(axis=0)[None], axis=0)[0]
     return best
 
 
@@ -160,10 +161,8 @@ def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers
     # more strips than those for the overlap serve only to keep each of them short
     most = settings.NOW.steepest ** (np.minimum(1, settings.NOW.most_strips / strips) ** 2)
     steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / most, most)
-    choices = steepest ** np.array([[1.0], [0.5], [0.0]])
-    ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]
-    best: Numbers = choices[np.argmin(ends_s, axis=0), np.arange(len(strips))]
-    return best
+    choices = np.stack([steepest, steepest**0.5, np.ones_like(steepest)])
+    return _best(choices, _after_slab_s(strips_s, compute_s, up_s, strips, choices))
 
 
 def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers, taper: Numbers) -> Numbers:
@@ -228,26 +227,16 @@ def chunks_of(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray
 def made_plan(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
     """The plan of these blocks: the slabs that each brings, and when the last device ends."""
     chunks = chunks_of(boxes, device, shape, profiles)
-    return ended_plan(boxes, device, fresh_slabs(boxes, device, chunks), chunks, shape, profiles)
+    fresh = fresh_slabs(boxes, device, chunks)
+    used, ends_s = device_ends(boxes, device, fresh, shape, profiles, chunks)
+    end_of = np.zeros(len(profiles))
+    end_of[used] = ends_s
+    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, end_of[device])
 
 
 def fresh_slabs(boxes: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
     """Which slabs each block brings to its device, in the order of the blocks."""
     return np.column_stack([_first(boxes, device, chunks, 2), _first(boxes, device, chunks, 4)])
-
-
-def ended_plan(
-    boxes: Integers,
-    device: Integers,
-    fresh: NDArray[np.bool_],
-    chunks: Integers,
-    shape: Shape,
-    profiles: NDArray[np.void],
-) -> Plan:
-    used, ends_s = device_ends(boxes, device, fresh, shape, profiles, chunks)
-    end_of = np.zeros(len(profiles))
-    end_of[used] = ends_s
-    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, end_of[device])
 
 
 def _first(boxes: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:

@@ -53,7 +53,6 @@ class Settings:
     trial_patience: float = 0.5  # of the product's time; then others compute the trial block too, at no cost
     # ---- the share cap; tests/attacks/test_attack_claims.py
     most_share: float = 0.5  # of the products that are ready together, where that costs at most `later`
-    cap_team: float = 3.0  # times as many devices as a strict cap needs: they are not equally fast
 
 
 NOW = Settings()

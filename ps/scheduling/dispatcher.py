@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ps.planning import settings as planning_settings
 from ps.planning.pipeline import rectangles
-from ps.planning.planner import Inquiry, Planner, Question, ask
+from ps.planning.planner import Inquiry, Planner, Question
 from ps.planning.plans import Level, Plan, PlanError, whole
 from ps.scheduling import settings
 from ps.scheduling.assignments import NO_DEVICE, Assignments
@@ -75,18 +75,12 @@ class Dispatcher:
         caller with a clock plans first, and tells `handle` when the blocks go out; otherwise all would look late."""
         self._state.now_s = now_s
         open_ = [new for new in _in_order(self._with_held(event)) if new.plan is None]
-        if not open_ or not len(self._standing.able):
-            return None
+        return self._inquiry(_question(open_, event.ahead)) if open_ and len(self._standing.able) else None
+
+    def _inquiry(self, question: Question | None) -> Inquiry:
         self._beliefs.correct(self._state.now_s)
-        question = _question(open_, event.ahead)
-        return Inquiry(
-            self._planner,
-            question,
-            self._beliefs.profiles,
-            self._standing.able,
-            dict(self._beliefs.revised),
-            self._assignments.teams.busy,
-        )
+        beliefs, busy = self._beliefs, self._assignments.teams.busy
+        return Inquiry(self._planner, question, beliefs.profiles, self._standing.able, dict(beliefs.revised), busy)
 
     def with_plans(self, event: JobsSubmitted, inquiry: Inquiry, plans: list[Plan]) -> JobsSubmitted:
         """The event with the answer to its inquiry. Without it if a device of these plans has left, or its profile was
@@ -105,17 +99,7 @@ class Dispatcher:
     def inquire_ahead(self, now_s: float) -> Inquiry | None:
         """The question about the products that will probably be submitted next."""
         self._state.now_s = now_s
-        if not len(self._standing.able):
-            return None
-        self._beliefs.correct(self._state.now_s)
-        return Inquiry(
-            self._planner,
-            None,
-            self._beliefs.profiles,
-            self._standing.able,
-            dict(self._beliefs.revised),
-            self._assignments.teams.busy,
-        )
+        return self._inquiry(None) if len(self._standing.able) else None
 
     def plan_ahead(self, now_s: float) -> None:
         """Have plans ready for what will probably be submitted next. A caller with a clock does this while blocks are
@@ -213,9 +197,8 @@ class Dispatcher:
         try:
             if not len(self._standing.able):
                 raise PlanError(NO_DEVICE)
-            self._beliefs.correct(self._state.now_s)
             question = _question(submissions, self._state.ahead)
-            plans = self._plans(question)
+            plans = self._stragglers.with_trial_blocks(question, self._inquiry(question).plans())
         except PlanError as error:
             if self._standing.trust_more():
                 self._plan_together(submissions, turn)
@@ -230,17 +213,6 @@ class Dispatcher:
             return
         for new, plan in zip(submissions, plans, strict=True):
             self._begin(new.job, plan, turn)
-
-    def _plans(self, question: Question) -> list[Plan]:
-        plans = ask(
-            self._planner,
-            question,
-            self._beliefs.profiles,
-            self._standing.able,
-            self._beliefs.revised,
-            self._assignments.teams.busy,
-        )
-        return self._stragglers.with_trial_blocks(question, plans)
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired = [], [], []
@@ -425,23 +397,13 @@ class Dispatcher:
         """Ids of devices that have left."""
         return [device for device, record in enumerate(self._state.devices) if not record.alive]
 
-    def is_alive(self, device: int) -> bool:
-        return self._state.devices[device].alive
-
-    def has_worked(self, device: int) -> bool:
-        """A block that it returned was accepted."""
-        return self._state.devices[device].worked
-
-    def blocks_in_flight(self, device: int) -> int:
-        return len(self._state.devices[device].in_flight)
+    def device(self, device: int) -> Device:
+        """What is known of a device; to be read only."""
+        return self._state.devices[device]
 
     def block_count(self, job: int) -> int:
         """Blocks that an unfinished job has been cut into so far; the next one gets this number."""
         return len(self._state.jobs[job].state)
-
-    def refusals(self, device: int) -> int:
-        """How many blocks it failed."""
-        return self._state.devices[device].refusals
 
     def slowness(self, device: int) -> float:
         """How many times slower than its profile a device has proved to be."""

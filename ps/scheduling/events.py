@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -142,16 +142,7 @@ class SendBlocks:
 
     @property
     def columns(self) -> tuple[list[Any], ...]:
-        return (
-            self.devices,
-            self.jobs,
-            self.blocks,
-            self.boxes,
-            self.inner,
-            self.chunk,
-            self.down_bytes,
-            self.kept,
-        )
+        return tuple(getattr(self, column.name) for column in fields(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,16 +45,11 @@ class Stragglers:
     def answered(self, device: int, job_id: int, ratio: float, expected_s: float) -> None:
         """A good answer: it certainly took `ratio` times as long as expected."""
         slowness, growing, now = self._beliefs.slowness, self._beliefs.newcomers.beliefs, settings.NOW
-        if device in slowness.factor:
+        far = ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s
+        if far or device in slowness.factor:
             slowness.answered(device, ratio)
-        elif ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s:
-            slowness.far_behind(device, ratio)
         if growing:
-            newcomers, relative = self._beliefs.newcomers, ratio / self._deadlines.usual(expected_s)
-            if device in growing:
-                newcomers.answered(device, job_id, relative)
-            else:
-                newcomers.known_answered(job_id, relative)
+            self._beliefs.newcomers.answered(device, job_id, ratio / self._deadlines.usual(expected_s))
         self._standing.answered(device)
         self._state.devices[device].worked = self._answered = True
         self._said_alone = False
