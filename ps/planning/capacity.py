@@ -147,8 +147,8 @@ class Areas:
         )
 
 
-def least_span(possible: Callable[[float], bool], low: float, high: float, precision: float) -> float:
-    """The least time for which `possible` holds; it must not hold for `low`."""
+def least_span(possible: Callable[[float], object], low: float, high: float, precision: float) -> float:
+    """The least time for which `possible` gives anything but None or False; it must not for `low`."""
     for _ in range(120):
         if possible(high):
             break

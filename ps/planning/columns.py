@@ -93,18 +93,11 @@ class Columns:
 _Solution = tuple[Numbers, Numbers, Columns, bool]  # time of each team, width of each column; and whether it is turned
 
 
-@dataclass(frozen=True, slots=True)
-class Covered:
-    boxes: Integers  # [k, 4]: row, rows, column, columns
-    owner: Integers
-    team: Integers
-    turned: bool  # the columns of devices lie along the rows of the product
-
-
 def pack_columns(
     cost_models: tuple[CostModel, CostModel], teams: int, rows: int, columns: int, bound_s: float
-) -> Covered:
-    """Columns of devices, in each of `teams` equal products. `cost_models`: upright, and turned (columns are rows)."""
+) -> tuple[Integers, Integers, bool]:
+    """Columns of devices, in each of `teams` equal products, the matrices of a batch: blocks [k, 6], their devices, and
+    whether the columns of devices lie along the rows. `cost_models`: upright, and turned (columns are rows)."""
     areas = Areas(cost_models[0], rows, columns).within(bound_s * 1.005)
     dealt = _dealt(areas, teams)
     found: list[tuple[float, _Solution]] = []  # and when the last team ends
@@ -200,7 +193,9 @@ def _columns(cost_model: CostModel, seats: Integers, starts: Integers, length: i
     )
 
 
-def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: bool) -> tuple[float, Covered]:
+def _in_whole_numbers(
+    spans_s: Numbers, exact: Numbers, made: Columns, turned: bool
+) -> tuple[float, tuple[Integers, Integers, bool]]:
     """The blocks, and when the last device ends."""
     total = np.add.reduceat(exact, made.team_starts)[made.team]
     widths = np.maximum(np.floor(exact * made.breadth / total * (1 + 1e-12)).astype(np.int64), 1)
@@ -221,10 +216,12 @@ def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: b
     left = running - widths - made.breadth * made.team
     bottom = np.cumsum(heights)
     top = bottom - heights - np.concatenate([[0], np.cumsum(made.length)[:-1]])[made.member]
-    boxes = np.column_stack([top, heights, left[made.member], widths[made.member]])
+    down, across = [top, heights], [left[made.member], widths[made.member]]
+    team = made.team[made.member]
+    sides = across + down if turned else down + across
     kept = heights > 0
-    boxes = boxes[kept][:, [2, 3, 0, 1]] if turned else boxes[kept]
-    return float(ends_s[kept].max()), Covered(boxes, made.order[kept], made.team[made.member[kept]], turned)
+    boxes = np.column_stack([team, np.ones_like(team), *sides])[kept]
+    return float(ends_s[kept].max()), (boxes, made.order[kept], turned)
 
 
 def fitted_heights(made: Columns, widths: Integers, spans_s: Numbers) -> Integers:

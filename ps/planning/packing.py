@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +79,7 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
         # teams of one or two have no choice of shape
         if best and (len(able) < 2 * batch or best.makespan_s <= settings.NOW.slack * bound_s):
             break
-        pack = _pack_teams if by_teams else pack_batch
+        pack = pack_columns if by_teams else pack_batch
         try:
             boxes, owner, turned = pack(split, batch, rows, columns, bound_s)
             owner = several[owner]
@@ -96,14 +98,6 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
             best = made
     assert best is not None
     return best
-
-
-def _pack_teams(
-    cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int, bound_s: float
-) -> tuple[Integers, Integers, bool]:
-    """One team per matrix; a plain product has one matrix, and a team of all devices."""
-    made = pack_columns(cost_models, batch, rows, columns, bound_s)
-    return np.column_stack([made.team, np.ones_like(made.team), made.boxes]), made.owner, made.turned
 
 
 def halved(
@@ -140,34 +134,22 @@ def pack_batch(
     best: tuple[float, bool, Integers, list[list[Piece]]] | None = None
     for turned, cost_model in enumerate(cost_models):
         length, breadth = (columns, rows) if turned else (rows, columns)
-
-        def attempt(
-            span_s: float, cost_model: CostModel = cost_model, length: int = length, breadth: int = breadth
-        ) -> BatchShares | None:
-            return _fill_batch(cost_model, span_s, batch, length, breadth)
-
+        attempt = partial(_fill_batch, cost_model, batch, length, breadth)
         if best is not None and attempt(best[0] * (1 - 2 * settings.NOW.precision)) is None:
             continue
-        try:
+        with suppress(PackingError):
             high = best[0] if best else bound_s * 1.01
-            span_s = least_span(
-                lambda s, attempt=attempt: attempt(s) is not None,  # type: ignore[misc]
-                bound_s * 0.999,
-                high,
-                settings.NOW.precision,
-            )
-        except PackingError:
-            continue
-        made = attempt(span_s)
-        assert made is not None
-        best = (span_s, bool(turned), *made)
+            span_s = least_span(attempt, bound_s * 0.999, high, settings.NOW.precision)
+            made = attempt(span_s)
+            assert made is not None
+            best = (span_s, bool(turned), *made)
     if best is None:
         raise PackingError("no time is long enough: no device can take even one row of a matrix")
     _, turned, whole, groups = best
     return *_matrix_boxes(batch, rows, columns, turned, whole, groups), turned
 
 
-def _fill_batch(cost_model: CostModel, span_s: float, batch: int, length: int, breadth: int) -> BatchShares | None:
+def _fill_batch(cost_model: CostModel, batch: int, length: int, breadth: int, span_s: float) -> BatchShares | None:
     """Whole matrices of each device, and the groups of pieces that fill the rest. None if they do not suffice."""
     spare_s = np.maximum(span_s - cost_model.fixed_s, 0.0)
     entry_s = cost_model.wide * breadth + cost_model.tall * length + cost_model.cell * (float(length) * breadth)

@@ -65,10 +65,6 @@ class Question:
         """Whether the deferred products are computed beside the critical ones."""
         return bool(self.deferred and self.critical and self.ahead)
 
-    def critical_plans(self, plans: list[Plan]) -> list[Plan]:
-        """The plans that other products wait for first."""
-        return plans[: self.critical] if self.defers else plans
-
     def ends_s(self, plans: list[Plan]) -> float:
         """When the plans end. With deferred products beside critical ones, the sum of both ends: a second of either
         costs the same."""

@@ -7,9 +7,11 @@ Newton's method) stands where it is used. docs/decisions/0017 has the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 
@@ -58,12 +60,16 @@ class Settings:
 NOW = Settings()
 
 
-@contextmanager
-def using(**changes: Any) -> Iterator[None]:
+def using(**changes: Any) -> AbstractContextManager[None]:
     """Other values for a while. For measurements; not for several threads with different values."""
-    global NOW
-    before, NOW = NOW, replace(NOW, **changes)
+    return replaced(sys.modules[__name__], changes)
+
+
+@contextmanager
+def replaced(room: ModuleType, changes: Mapping[str, Any]) -> Iterator[None]:
+    """The same for the settings of any room."""
+    before, room.NOW = room.NOW, replace(room.NOW, **changes)
     try:
         yield
     finally:
-        NOW = before
+        room.NOW = before

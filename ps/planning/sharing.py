@@ -140,14 +140,18 @@ def _teams(needed: Numbers, share: Numbers) -> list[Integers]:
 
 
 def _divided(shape: Shape, profiles: NDArray[np.void], cells: Numbers) -> tuple[Integers, Integers]:
-    """Blocks of about `cells` cells for each of these devices, largest first; and the index of each block's device."""
-    if shape.batch == 1:
-        boxes, owner = _grid(shape.rows, shape.columns, cells)
-        boxes = np.column_stack([np.zeros(len(boxes), np.int64), np.ones(len(boxes), np.int64), boxes])
-    elif len(profiles) <= shape.batch:
-        boxes, owner = _batch_ranges(shape, cells)
-    else:
-        boxes, owner = _grid_each(shape, cells)
+    """Blocks of about `cells` cells for each of these devices, largest first; and the index of each block's device.
+    Each group of devices takes some matrices of a batch, or one; a group may be a single device."""
+    groups = min(shape.batch, len(cells))  # largest first in turn, so that they resemble each other
+    dealt = [np.arange(group, len(cells), groups) for group in range(groups)]
+    cuts = _cuts(np.array([cells[group].sum() for group in dealt]), shape.batch)
+    made, owners = [], []
+    for group, begin, end in zip(dealt, cuts[:-1], cuts[1:], strict=True):
+        if end > begin:
+            grid, place = _grid(shape.rows, shape.columns, cells[group])
+            made.append(np.column_stack([np.full(len(grid), begin), np.full(len(grid), end - begin), grid]))
+            owners.append(group[place])
+    boxes, owner = np.concatenate(made), np.concatenate(owners)
     budget = usable_bytes(profiles)
     return halved(boxes, owner, lambda t, o: chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[o]) == 0)
 
@@ -176,23 +180,3 @@ def _grid(rows: int, columns: int, cells: Numbers) -> tuple[Integers, Integers]:
     table, owner = np.concatenate(boxes), np.concatenate(owners)
     kept = (table[:, 1] > 0) & (table[:, 3] > 0)
     return table[kept], owner[kept]
-
-
-def _batch_ranges(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
-    """Fewer devices than matrices of the batch: each device takes whole matrices."""
-    cuts = _cuts(cells, shape.batch)
-    count = np.diff(cuts)
-    owner = np.flatnonzero(count)
-    full = np.broadcast_to([0, shape.rows, 0, shape.columns], (len(owner), 4))
-    return np.column_stack([cuts[:-1][owner], count[owner], full]), owner
-
-
-def _grid_each(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
-    """More devices than matrices of the batch: deal the devices out, largest first, so that the teams of the matrices
-    resemble each other, and cut every matrix for the average team."""
-    team = len(cells) // shape.batch
-    dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, matrix]
-    grid, place = _grid(shape.rows, shape.columns, cells[dealt].mean(axis=1))
-    matrix = np.repeat(np.arange(shape.batch), len(grid))
-    boxes = np.column_stack([matrix, np.ones(len(matrix), np.int64), np.tile(grid, (shape.batch, 1))])
-    return boxes, dealt[np.tile(place, shape.batch), matrix]

@@ -167,27 +167,19 @@ class Dispatcher:
             return
         if self._state.ahead and not self._state.jobs[job].critical:
             self._assignments.teams.hold(job, plan.device)
-        patience_s = None
-        if self._standing.unproven:  # by then other devices have done the rest of the product
-            unproven_s = {
-                d: planning_settings.NOW.trial_patience * plan.makespan_s + self._state.devices[d].round_trip_s
-                for d in self._standing.unproven
-            }
-            patience_s = [unproven_s.get(device, 0.0) for device in plan.device.tolist()]
+        patient_s = planning_settings.NOW.trial_patience * plan.makespan_s  # by then others have done the rest
+        unproven_s = {d: patient_s + self._state.devices[d].round_trip_s for d in self._standing.unproven}
+        # a plan that was given may name devices that have left since it was made: others take their blocks
         there = np.array([self._state.devices[device].alive for device in plan.device.tolist()])
-        if there.all():
-            self._assignments.add(job, plan.boxes, plan.device, plan.fresh, turn, patience_s=patience_s)
-        else:  # a plan that was given names devices that have left since it was made
-            self._begin_without_the_gone(job, plan, there, turn)
+        boxes, devices = plan.boxes[there], plan.device[there]
+        if len(boxes):
+            patience_s = [unproven_s.get(device, 0.0) for device in devices.tolist()]
+            self._assignments.add(job, boxes, devices, plan.fresh[there], turn, patience_s=patience_s)
+        if len(boxes) < len(plan.boxes):
+            self._assignments.place(job, rectangles(plan.boxes[~there], plan.device[~there]), turn)
         if self._standing.suspects and not plan.firm:  # a plan that was given may name them
             named = [device for device in np.unique(plan.device).tolist() if device in self._standing.suspects]
             self._stragglers.move_queued(named, turn)
-
-    def _begin_without_the_gone(self, job: int, plan: Plan, there: NDArray[np.bool_], turn: Turn) -> None:
-        """What devices that have left should have done is cut again over the others."""
-        if there.any():
-            self._assignments.add(job, plan.boxes[there], plan.device[there], plan.fresh[there], turn)
-        self._assignments.place(job, rectangles(plan.boxes[~there], plan.device[~there]), turn)
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""

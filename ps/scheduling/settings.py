@@ -7,10 +7,12 @@ attack out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+
+from ps.planning.settings import replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,6 @@ class Settings:
 NOW = Settings()
 
 
-@contextmanager
-def using(**changes: Any) -> Iterator[None]:
-    """Other values for a while. For measurements; not for several threads with different values."""
-    global NOW
-    before, NOW = NOW, replace(NOW, **changes)
-    try:
-        yield
-    finally:
-        NOW = before
+def using(**changes: Any) -> AbstractContextManager[None]:
+    """Other values for a while, as in ps/planning/settings.py."""
+    return replaced(sys.modules[__name__], changes)
