@@ -76,7 +76,9 @@ def shared(
         chosen = chosen[ranking[:few]]  # fewer devices need longer, so each can do more
     share, chosen = share[ranking], chosen[ranking]
     made, owner, counts = [], [], []
-    for box, team in zip(boxes, _teams(needed, share), strict=True):
+    teams = dealt(needed, np.broadcast_to(share, (len(boxes), len(share))))
+    for index, (box, team) in enumerate(zip(boxes, teams, strict=True)):
+        team = team if len(team) else np.array([index % len(share)])  # fewer devices than boxes
         mine = chosen[team]
         shape = Shape(int(box[1]), int(box[3]), inner, int(box[5]))
         part, place = _divided(shape, profiles[mine], np.maximum(share[team], 1.0))
@@ -127,16 +129,20 @@ def _cost_model(profiles: NDArray[np.void], inner: int, busy_s: Numbers) -> Cost
     )
 
 
-def _teams(needed: Numbers, share: Numbers) -> list[Integers]:
-    """Deal the devices, largest first, always to the box with the most cells missing."""
-    missing = needed.copy()
-    teams: list[list[int]] = [[] for _ in needed]
-    for device, cells in enumerate(share.tolist()):
-        box = int(missing.argmax())
-        teams[box].append(device)
-        missing[box] -= cells
-    # with fewer devices than boxes, some boxes have no device yet
-    return [np.array(team or [index % len(share)], np.int64) for index, team in enumerate(teams)]
+def dealt(missing: Numbers, offers: Numbers) -> list[Integers]:
+    """Deal devices, in order, always to the box or product with most missing that still needs one. `offers`: [boxes,
+    devices], how much of it each device does."""
+    lacking = missing.tolist()
+    teams: list[list[int]] = [[] for _ in lacking]
+    for device, parts in enumerate(offers.T.tolist()):
+        open_ = [box for box, part in enumerate(parts) if part > 0 and lacking[box] > 0]
+        if open_:
+            box = max(open_, key=lacking.__getitem__)
+            teams[box].append(device)
+            lacking[box] -= parts[box]
+        elif max(lacking) <= 0:
+            break
+    return [np.array(team, np.int64) for team in teams]
 
 
 def _divided(shape: Shape, profiles: NDArray[np.void], cells: Numbers) -> tuple[Integers, Integers]:

@@ -68,7 +68,7 @@ class Dispatcher:
         self._assignments = Assignments(self._state, self._standing, self._beliefs, self._deadlines)
         self._stragglers = Stragglers(self._state, self._standing, self._beliefs, self._deadlines, self._assignments)
         self._last_loss = 0
-        self._deadlines.returned(history, [1.0] * len(history))
+        self._deadlines.returned(history)
 
     def inquire(self, event: JobsSubmitted, now_s: float) -> Inquiry | None:
         """The question for the planner; None if there is none, or no device to plan for. Planning takes a while: a
@@ -100,12 +100,6 @@ class Dispatcher:
         """The question about the products that will probably be submitted next."""
         self._state.now_s = now_s
         return self._inquiry(None) if len(self._standing.able) else None
-
-    def plan_ahead(self, now_s: float) -> None:
-        """Have plans ready for what will probably be submitted next. A caller with a clock does this while blocks are
-        out."""
-        if (inquiry := self.inquire_ahead(now_s)) is not None:
-            inquiry.answer()
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way to change the state."""
@@ -208,10 +202,7 @@ class Dispatcher:
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired = [], [], []
-        ratios: list[float] = []
-        certain: list[float] = []
-        expected_s: list[float] = []
-        owners: list[int] = []
+        answers: list[tuple[float, float, int]] = []
         now_s, stragglers, land = self._state.now_s, self._stragglers, self._assignments.land
         unheard_s = min(event.unheard_s, settings.NOW.hitch_s)
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
@@ -223,23 +214,19 @@ class Dispatcher:
                 stragglers.decided(job_id, block, turn)
             job.state[block] = DONE
             job.open -= 1
-            expects_s = job.expected_s[block]
-            took_s = now_s - job.sent_s[block]
-            ratios.append(took_s / expects_s)
+            expects_s, took_s = job.expected_s[block], now_s - job.sent_s[block]
             # of the moments at which it may have arrived, the one that speaks best for the device
-            ratio = max(min(took_s, expects_s), took_s - unheard_s) / expects_s
-            certain.append(ratio)
-            expected_s.append(expects_s)
-            owners.append(device)
-            stragglers.answered(device, job_id, ratio, expects_s)
+            certain = max(min(took_s, expects_s), took_s - unheard_s) / expects_s
+            answers.append((took_s / expects_s, certain, device))
+            stragglers.answered(device, job_id, certain, expects_s)
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:
                 repaired.append(job.loss[block])
             if not job.open and not any(orphan.job == job_id for orphan in self._state.orphans):
                 finished.append(job_id)
-        stragglers.learn(ratios, certain, expected_s, owners)
         if accepted:
+            stragglers.learn(*zip(*answers, strict=True))
             turn.out.append(AcceptBlocks(accepted))
         for loss in repaired:
             self._state.losses[loss] -= 1
@@ -290,16 +277,10 @@ class Dispatcher:
             turn.freed[device] = None
             if not self._stragglers.given_up(job_id, block, turn):
                 failed.append((device, job_id, block))
-        broken = {
-            d: self._state.devices[d].refusals
-            for d, _, _ in failed
-            if self._state.devices[d].refusals > settings.NOW.refusals
-        }
-        turn.out += [
-            SuspendDevice(device, f"it failed {refusals} blocks", wrong=False) for device, refusals in broken.items()
-        ]
-        if broken:
-            self._left(list(broken), turn)
+        refusals = {device: self._state.devices[device].refusals for device, _, _ in failed}
+        broken = [device for device, count in refusals.items() if count > settings.NOW.refusals]
+        turn.out += [SuspendDevice(device, f"it failed {refusals[device]} blocks", wrong=False) for device in broken]
+        self._left(broken, turn)
         for device, job_id, block in sorted(failed, key=lambda lost: not self._state.jobs[lost[1]].critical):
             self._assignments.cut([(job_id, block)], turn, avoid=device)
 

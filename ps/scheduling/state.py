@@ -222,18 +222,15 @@ class DeferredTeams:
 
     def hold(self, job: int, devices: Integers) -> None:
         """Keep these devices for this deferred job until it ends."""
-        self._of[job] = devices
-        self.busy = np.union1d(self.busy, devices)
+        self._set({**self._of, job: devices})
 
     def end(self, job: int) -> None:
-        if self._of.pop(job, None) is not None:
-            self._count()
+        if job in self._of:
+            self._set({other: team for other, team in self._of.items() if other != job})
 
     def left(self, devices: list[int]) -> None:
         """Their ids may be reused."""
-        if np.isin(self.busy, devices).any():
-            self._of = {job: team[~np.isin(team, devices)] for job, team in self._of.items()}
-            self._count()
+        self._set({job: team[~np.isin(team, devices)] for job, team in self._of.items()})
 
-    def _count(self) -> None:
-        self.busy = np.unique(np.concatenate(list(self._of.values()) or [NO_DEVICES]))
+    def _set(self, of: dict[int, Integers]) -> None:
+        self._of, self.busy = of, np.unique(np.concatenate([NO_DEVICES, *of.values()]))
