@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
-from ps.planning.capacity import SHAPES, Areas, CostModel, Integers, Numbers, PackingError
+from ps.planning.capacity import SHAPES, Areas, CostModel, PackingError
+from ps.planning.cost import Integers, Numbers
 
 
 @dataclass(frozen=True, slots=True)

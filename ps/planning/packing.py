@@ -20,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
-from ps.planning.capacity import Areas, CostModel, Integers, PackingError, least_span
+from ps.planning.capacity import Areas, CostModel, PackingError, least_span
 from ps.planning.columns import pack_columns
+from ps.planning.cost import BYTES, Integers
 
 __all__ = ["PackingError", "Tiling", "halved", "packed", "streaming_model"]
-
-ACCUMULATOR_BYTES = 4  # per cell of the output while the device adds it up
 
 
 def streaming_model(profiles: NDArray[np.void], inner: int, bytes_per_value: int) -> CostModel:
@@ -39,7 +38,7 @@ def streaming_model(profiles: NDArray[np.void], inner: int, bytes_per_value: int
         sides,
         sides,
         np.stack([nothing, cell_s]),
-        np.floor(profiles["memory_bytes"] / ACCUMULATOR_BYTES),
+        np.floor(profiles["memory_bytes"] / BYTES),
     )
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,7 @@ from ps.planning.cost import Integers, Numbers
 from ps.planning.pipeline import made_plan
 from ps.planning.plans import Plan, PlanError, Request
 
-
-class Solve(Protocol):
-    def __call__(self, requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]: ...
+Solve = Callable[[Sequence[Request], NDArray[np.void], Integers], list[Plan]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class Dispatcher:
         if event.newcomers:
             self._beliefs.new.update(devices)
             if len(self._standing.able):
-                self._stragglers.distrust(devices)
+                self._beliefs.distrust(devices, self._standing.able, self._state.now_s)
         self._assignments.slabs.joined(again, grown)
         self._beliefs.revise(event.again)  # plans may know another device by that id
         orphans, self._state.orphans = self._state.orphans, []

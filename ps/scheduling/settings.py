@@ -25,7 +25,7 @@ class Settings:
     per_turn: int = 32  # overdue blocks that are copied, queued blocks that move, and vain tries of that, per turn
     # ---- what is normal, and what is overdue; 0006
     # Answers; with fewer, the cost model alone sets deadlines. What is normal is computed again after four times as
-    # many, from the latest 16 times as many of about the same length.
+    # many, from the latest 16 times as many.
     enough: int = 128
     quantile: float = 0.99  # of the answers: a block is overdue beyond what they take, times `margin`
     most: float = 0.75  # of the answers are normal, whatever the others take: up to a quarter may be slow

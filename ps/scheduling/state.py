@@ -77,16 +77,8 @@ class Device:
     def gone(self) -> Device:
         """What is kept of a departed device for the results. It holds no blocks and must stay small: many devices may
         come and go."""
-        return Device(
-            self.credit_blocks,
-            self.memory_bytes,
-            self.round_trip_s,
-            NO_QUEUE,
-            NO_QUEUE,
-            {},
-            alive=False,
-            worked=self.worked,
-        )
+        claims = self.credit_blocks, self.memory_bytes, self.round_trip_s
+        return Device(*claims, NO_QUEUE, NO_QUEUE, alive=False, worked=self.worked)
 
     def queue(self, critical: bool) -> deque[Key]:
         return self.critical if critical else self.deferred

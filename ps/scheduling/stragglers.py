@@ -54,6 +54,7 @@ class Stragglers:
             self._beliefs.newcomers.answered(device, job_id, ratio / self._deadlines.usual)
         self._standing.answered(device)
         self._state.devices[device].worked = self._answered = True
+        self._beliefs.new.discard(device)
         self._said_alone = False
 
     def learn(self, ratios: Sequence[float], certain: Sequence[float], devices: Sequence[int]) -> None:
@@ -271,11 +272,6 @@ class Stragglers:
         idle = list(dict.fromkeys(d for d in idle if not (cold and d in strikes)))
         if not idle or question.critical == 0:
             return plans
-        self.distrust(idle)
+        self._beliefs.distrust(idle, self._standing.able, self._state.now_s)
         sized = self._beliefs.sized_for_probes(idle)
         return [with_trial_blocks(plans[0], question.requests[0].shape, sized, idle), *plans[1:]]
-
-    def distrust(self, devices: list[int]) -> None:
-        """New devices among these begin small, whatever they claim."""
-        worked = [self._state.devices[device].worked for device in devices]
-        self._beliefs.distrust(devices, self._standing.able, worked, self._state.now_s)
