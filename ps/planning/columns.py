@@ -123,13 +123,13 @@ def pack_columns(
     found.sort(key=lambda one: one[0])
     # rounding to whole numbers costs each arrangement differently: the best is known only afterwards
     exact = []
-    for span_s, solution in found[: settings.NOW.arrangements] or rough:
+    for span_s, candidate in found[: settings.NOW.arrangements] or rough:
         if not found or span_s <= found[0][0] * settings.NOW.slack:
             with contextlib.suppress(PackingError):
-                exact.append(_in_whole_numbers(*solution))
+                exact.append(_in_whole_numbers(*candidate))
     if not exact:
         raise PackingError("no arrangement of columns covers the output in any time")
-    return min(exact, key=lambda candidate: candidate[0])[1]
+    return min(exact, key=lambda one: one[0])[1]
 
 
 def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:

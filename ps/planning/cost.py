@@ -36,15 +36,10 @@ BYTES = 4  # float32 on the wire
 CHUNKS_HELD = 3  # as the agent works: one computed, one waiting, one arriving
 
 
-def operand_bytes(batch: Any, rows: Any, inner: int, columns: Any) -> Any:
-    """Bytes of both operands of a block."""
-    return BYTES * inner * batch * (rows + columns)
-
-
 def chunk_length(batch: Any, rows: Any, inner: int, columns: Any, budget_bytes: Any) -> Integers:
     """Inner values per chunk, so that the block fits the budget: all of them if possible, 0 if it cannot fit."""
     output = BYTES * batch * rows * columns
-    a_value = operand_bytes(batch, rows, 1, columns)
+    a_value = BYTES * batch * (rows + columns)
     longest = (budget_bytes - 2 * output) // (CHUNKS_HELD * a_value)
     streamed = np.where(longest >= settings.NOW.least_chunk, np.minimum(longest, inner - 1), 0)
     length: Integers = np.where(budget_bytes >= output + a_value * inner, inner, streamed)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 
@@ -66,7 +65,7 @@ def using(**changes: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def replaced(room: ModuleType, changes: Mapping[str, Any]) -> Iterator[None]:
+def replaced(room: Any, changes: Mapping[str, Any]) -> Iterator[None]:
     """The same for the settings of any room."""
     before, room.NOW = room.NOW, replace(room.NOW, **changes)
     try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.device import Devices
-from ps.planning.cost import block_bytes, block_seconds, chunk_length, least_bytes, operand_bytes, usable_bytes
+from ps.planning.cost import block_bytes, block_seconds, chunk_length, least_bytes, usable_bytes
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 SHORTEST = 32  # inner length; a chunk is never shorter
@@ -118,7 +118,6 @@ def test_many_blocks_at_once_give_the_same_as_one_by_one(pairs: list[tuple[Block
     assert chunk.tolist() == [length_for(b, budget) for b, (_, budget) in zip(alone, pairs, strict=True)]
     weight = block_bytes(batch, rows, inner, columns, np.full(len(pairs), inner))
     assert weight.tolist() == [b.memory(inner) for b in alone]
-    assert operand_bytes(batch, rows, inner, columns).tolist() == [b.slabs(inner) for b in alone]
 
 
 # ---- time
