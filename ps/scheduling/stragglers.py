@@ -268,8 +268,8 @@ class Stragglers:
         records, strikes = self._state.devices, self._standing.strikes
         busy = {device for plan in plans for device in plan.device.tolist()} | self._standing.suspects.keys()
         idle = [d for d in (*self._standing.unproven, *growing) if records[d].idle and d not in busy]
-        cold = self._deadlines.cold  # then a device that did not answer before would delay the product for long
-        idle = list(dict.fromkeys(d for d in idle if not (cold and d in strikes)))
+        # while too little is known, a device that did not answer before would delay the product for long
+        idle = list(dict.fromkeys(d for d in idle if not (self._deadlines.cold and d in strikes)))
         if not idle or question.critical == 0:
             return plans
         self._beliefs.distrust(idle, self._standing.able, self._state.now_s)

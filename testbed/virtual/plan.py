@@ -123,7 +123,7 @@ def _finish(
     )
 
 
-def _limit(tiling: Tiling, model: CostModel, shape: Shape) -> str:
+def _limit(tiling: Tiling, model: CostModel) -> str:
     """The bottleneck of most of the work."""
     boxes, owner = tiling.boxes, tiling.owner
     cells = boxes[:, 1] * boxes[:, 3] * boxes[:, 5]
