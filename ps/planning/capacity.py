@@ -17,12 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ps.planning import settings
+from ps.planning.cost import Integers, Numbers
 
-Numbers = NDArray[np.float64]
-Integers = NDArray[np.int64]
 SHAPES = 2.0 ** np.arange(-2, 0.75, 0.25)  # of rectangles that are tried: the width, as a multiple of the square's
 TINY = 1e-300  # in place of zero in a denominator
 
@@ -46,13 +44,8 @@ class CostModel:
         return len(self.fixed_s)
 
     def take(self, index: Integers) -> CostModel:
-        return CostModel(
-            self.fixed_s[index],
-            self.wide[:, index],
-            self.tall[:, index],
-            self.cell[:, index],
-            self.most_cells[index],
-        )
+        sums = self.wide[:, index], self.tall[:, index], self.cell[:, index]
+        return CostModel(self.fixed_s[index], *sums, self.most_cells[index])
 
     def divided(self, parts: Integers) -> CostModel:
         """The model of devices that give 1 / `parts` of their time."""
@@ -147,8 +140,8 @@ class Areas:
         )
 
 
-def least_span(possible: Callable[[float], bool], low: float, high: float, precision: float) -> float:
-    """The least time for which `possible` holds; it must not hold for `low`."""
+def least_span(possible: Callable[[float], object], low: float, high: float, precision: float) -> float:
+    """The least time for which `possible` gives anything but None or False; it must not for `low`."""
     for _ in range(120):
         if possible(high):
             break

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
-from ps.planning.capacity import SHAPES, Areas, CostModel, Integers, Numbers, PackingError
+from ps.planning.capacity import SHAPES, Areas, CostModel, PackingError
+from ps.planning.cost import Integers, Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,16 @@ class Columns:
     length: Integers  # what the heights of each column add up to
     breadth: int  # what the widths of each team add up to
 
+    def rough(self, near_s: float) -> tuple[Numbers, Numbers]:
+        """A time for each team, and widths in proportion to what the columns cover in it."""
+        areas = np.add.reduceat(Areas(self.cost_model, 1 << 40, 1 << 40).within(near_s), self.starts)
+        widths = areas * self.breadth / np.maximum(np.add.reduceat(areas, self.team_starts), 1e-300)[self.team]
+        return np.full(len(self.team_starts), near_s), np.maximum(widths, 1e-6 * self.breadth)
+
     def solved(self, near_s: float) -> tuple[Numbers, Numbers] | None:
         """The time of each team and the width of each column, as real numbers: Newton's method on all of them at once.
         None if it does not converge, mostly because a column is too weak for its length at any width."""
-        areas = np.add.reduceat(Areas(self.cost_model, 1 << 40, 1 << 40).within(near_s), self.starts)
-        widths = areas * self.breadth / np.maximum(np.add.reduceat(areas, self.team_starts), 1e-300)[self.team]
-        widths = np.maximum(widths, 1e-6 * self.breadth)
-        spans_s = np.full(len(self.team_starts), near_s)
+        spans_s, widths = self.rough(near_s)
         for _ in range(24):  # Newton converges in a few steps, or not at all
             heights, by_width, by_time = self.cost_model.slopes(spans_s[self.team][self.member], widths[self.member])
             excess = np.add.reduceat(heights, self.starts) - self.length
@@ -58,35 +62,6 @@ class Columns:
             widths = widths + np.clip(change, -0.6 * widths, 1.5 * widths)
         return None
 
-    def bisected(self, near_s: float) -> tuple[Numbers, Numbers]:
-        """Like `solved`, by bisection: slow, but certain. A column too weak for its length gets no width."""
-        teams = len(self.team_starts)
-
-        def short(spans_s: Numbers) -> NDArray[np.bool_]:
-            return np.add.reduceat(self.widths(spans_s), self.team_starts) < self.breadth
-
-        low, high = np.zeros(teams), np.full(teams, near_s)
-        if short(1e30 * high).any():
-            raise PackingError("these columns have too little memory, whatever the time")
-        while (late := short(high)).any():
-            low, high = np.where(late, high, low), np.where(late, high * 2, high)
-        while ((high - low) > settings.NOW.precision * high).any():
-            middle = (low + high) / 2
-            late = short(middle)
-            low, high = np.where(late, middle, low), np.where(late, high, middle)
-        return high, self.widths(high)
-
-    def widths(self, spans_s: Numbers) -> Numbers:
-        """The largest width of each column at which its heights still add up to its length."""
-        spread_s = spans_s[self.team][self.member]
-        low, high = np.zeros(len(self.starts)), np.full(len(self.starts), self.breadth * 1.01)
-        for _ in range(40):
-            width = (low + high) / 2
-            heights = np.maximum(self.cost_model.heights(spread_s, width[self.member]), 0.0)
-            enough = np.add.reduceat(heights, self.starts) >= self.length
-            low, high = np.where(enough, width, low), np.where(enough, high, width)
-        return low
-
     def whole_heights(self, widths: Integers, spans_s: Numbers) -> Integers:
         """Whole rows that each device covers at its column's width within its column's time."""
         heights = np.minimum(
@@ -100,10 +75,7 @@ class Columns:
         def enough(spans_s: Numbers) -> NDArray[np.bool_]:
             return np.add.reduceat(self.whole_heights(widths, spans_s), self.starts) >= self.length
 
-        members = np.diff(np.append(self.starts, len(self.order)))
-        # Rounding down costs less than a row per member. So the time lies between these two, if Newton converged.
-        low = self._spans(widths, near_s, self.length) * (1 - 1e-9)
-        high = self._spans(widths, low, self.length + members) * (1 + 1e-9)
+        low, high = 0.9 * near_s, 1.1 * near_s  # rounding seldom costs more, if Newton converged
         low = np.where(enough(low), 0.0, low)
         for _ in range(200):
             if (short := ~enough(high)).any():
@@ -118,36 +90,19 @@ class Columns:
             low, high = np.where(good, low, middle), np.where(good, middle, high)
         return high
 
-    def _spans(self, widths: Integers, near_s: Numbers, target: Integers) -> Numbers:
-        """The approximate time at which the heights of each column, as real numbers, add up to the target."""
-        spans_s, spread = near_s, widths[self.member].astype(np.float64)
-        for _ in range(6):
-            heights, _, by_time = self.cost_model.slopes(spans_s[self.member], spread)
-            excess = np.add.reduceat(heights, self.starts) - target
-            if (np.abs(excess) <= 1e-6 * target).all():
-                break
-            rate = np.add.reduceat(by_time, self.starts)
-            later = np.where(rate > 0, -excess / np.maximum(rate, 1e-300), spans_s)
-            spans_s = spans_s + np.clip(later, -0.5 * spans_s, spans_s)
-        return spans_s
 
-
-@dataclass(frozen=True, slots=True)
-class Covered:
-    boxes: Integers  # [k, 4]: row, rows, column, columns
-    owner: Integers
-    team: Integers
-    turned: bool  # the columns of devices lie along the rows of the product
+_Solution = tuple[Numbers, Numbers, Columns, bool]  # time of each team, width of each column; and whether it is turned
 
 
 def pack_columns(
     cost_models: tuple[CostModel, CostModel], teams: int, rows: int, columns: int, bound_s: float
-) -> Covered:
-    """Columns of devices, in each of `teams` equal products. `cost_models`: upright, and turned (columns are rows)."""
+) -> tuple[Integers, Integers, bool]:
+    """Columns of devices, in each of `teams` equal products, the matrices of a batch: blocks [k, 6], their devices, and
+    whether the columns of devices lie along the rows. `cost_models`: upright, and turned (columns are rows)."""
     areas = Areas(cost_models[0], rows, columns).within(bound_s * 1.005)
     dealt = _dealt(areas, teams)
-    found: list[_Solved] = []
-    difficult: list[tuple[Columns, bool]] = []
+    found: list[tuple[float, _Solution]] = []  # and when the last team ends
+    rough: list[tuple[float, _Solution]] = []  # where Newton's method fails
     for turned, cost_model in enumerate(cost_models):
         length, breadth = (columns, rows) if turned else (rows, columns)
         heights = _ideal_heights(cost_model, areas, length, breadth, bound_s)
@@ -159,79 +114,22 @@ def pack_columns(
         for count in sorted(
             {max(1, min(ideal + more, len(sides), breadth)) for more in range(-1, settings.NOW.arrangements - 1)}
         ):
-            starts = _column_starts(sides, count)
-            made = _columns(cost_model, seats, starts, length, breadth)
-            solution = made.solved(min((other.span_s for other in found), default=bound_s * 1.01))
+            made = _columns(cost_model, seats, _column_starts(sides, count), length, breadth)
+            solution = made.solved(min((span_s for span_s, _ in found), default=bound_s * 1.01))
             if solution is None:
-                difficult.append((made, bool(turned)))
+                rough.append((np.inf, (*made.rough(bound_s * 1.01), made, bool(turned))))
             else:
-                found.append(_Solved(*solution, made, bool(turned), cost_model, starts, seats))
-    if not found:
-        for made, tilted in difficult:
-            with contextlib.suppress(PackingError):
-                found.append(_Solved(*made.bisected(bound_s * 1.01), made, tilted))
-    if not found:
-        raise PackingError("no arrangement of columns covers the output in any time")
-    found.sort(key=lambda one: one.span_s)
-    for _ in range(8 if teams > 1 else 0):
-        if (better := found[0].evened(areas)) is None:
-            break
-        found.insert(0, better)
+                found.append((float(solution[0].max()), (*solution, made, bool(turned))))
+    found.sort(key=lambda one: one[0])
     # rounding to whole numbers costs each arrangement differently: the best is known only afterwards
     exact = []
-    for one in found[: settings.NOW.arrangements]:
-        if one.span_s <= found[0].span_s * settings.NOW.slack:
+    for span_s, candidate in found[: settings.NOW.arrangements] or rough:
+        if not found or span_s <= found[0][0] * settings.NOW.slack:
             with contextlib.suppress(PackingError):
-                exact.append(_in_whole_numbers(one.spans_s, one.widths, one.made, one.turned))
+                exact.append(_in_whole_numbers(*candidate))
     if not exact:
-        raise PackingError("no arrangement of columns covers the output in whole numbers in any time")
-    return min(exact, key=lambda candidate: candidate[0])[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Solved:
-    """Columns with their widths, as real numbers, and the time of each team."""
-
-    spans_s: Numbers
-    widths: Numbers
-    made: Columns
-    turned: bool
-    cost_model: CostModel | None = None  # of all devices
-    starts: Integers | None = None  # first round of each column
-    seats: Integers | None = None
-
-    @property
-    def span_s(self) -> float:
-        return float(self.spans_s.max())
-
-    def evened(self, areas: Numbers) -> _Solved | None:
-        """Let each team that ends late exchange a member with one that ends soon. None if that is no better."""
-        if self.cost_model is None or self.seats is None or self.starts is None:
-            return None
-        seats = _exchanged(self.seats, areas, self.spans_s)
-        made = _columns(self.cost_model, seats, self.starts, int(self.made.length[0]), self.made.breadth)
-        solution = made.solved(self.span_s)
-        if solution is None or solution[0].max() >= self.span_s:
-            return None
-        return _Solved(*solution, made, self.turned, self.cost_model, self.starts, seats)
-
-
-def _exchanged(seats: Integers, areas: Numbers, spans_s: Numbers) -> Integers:
-    """Seats [round, team] after each team of the late half has exchanged a member with one of the other half, in the
-    round that evens the two out best."""
-    cells = np.where(seats >= 0, areas[seats], 0.0)
-    lacking = cells.sum(axis=0) * (spans_s / spans_s.mean() - 1)
-    ranking = np.argsort(lacking, kind="stable")
-    soon, late = ranking[: len(ranking) // 2], ranking[::-1][: len(ranking) // 2]
-    wanted = (lacking[late] - lacking[soon]) / 2
-    off = np.abs(cells[:, soon] - cells[:, late] - wanted)
-    off[(seats[:, soon] < 0) | (seats[:, late] < 0)] = np.inf
-    where = off.argmin(axis=0)
-    better = off[where, np.arange(len(late))] < wanted
-    where, soon, late = where[better], soon[better], late[better]
-    seats = seats.copy()
-    seats[where, soon], seats[where, late] = seats[where, late], seats[where, soon]
-    return seats
+        raise PackingError("no arrangement of columns covers the output in any time")
+    return min(exact, key=lambda one: one[0])[1]
 
 
 def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: int, span_s: float) -> Numbers:
@@ -296,7 +194,9 @@ def _columns(cost_model: CostModel, seats: Integers, starts: Integers, length: i
     )
 
 
-def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: bool) -> tuple[float, Covered]:
+def _in_whole_numbers(
+    spans_s: Numbers, exact: Numbers, made: Columns, turned: bool
+) -> tuple[float, tuple[Integers, Integers, bool]]:
     """The blocks, and when the last device ends."""
     total = np.add.reduceat(exact, made.team_starts)[made.team]
     widths = np.maximum(np.floor(exact * made.breadth / total * (1 + 1e-12)).astype(np.int64), 1)
@@ -317,10 +217,12 @@ def _in_whole_numbers(spans_s: Numbers, exact: Numbers, made: Columns, turned: b
     left = running - widths - made.breadth * made.team
     bottom = np.cumsum(heights)
     top = bottom - heights - np.concatenate([[0], np.cumsum(made.length)[:-1]])[made.member]
-    boxes = np.column_stack([top, heights, left[made.member], widths[made.member]])
+    down, across = [top, heights], [left[made.member], widths[made.member]]
+    team = made.team[made.member]
+    sides = across + down if turned else down + across
     kept = heights > 0
-    boxes = boxes[kept][:, [2, 3, 0, 1]] if turned else boxes[kept]
-    return float(ends_s[kept].max()), Covered(boxes, made.order[kept], made.team[made.member[kept]], turned)
+    boxes = np.column_stack([team, np.ones_like(team), *sides])[kept]
+    return float(ends_s[kept].max()), (boxes, made.order[kept], turned)
 
 
 def fitted_heights(made: Columns, widths: Integers, spans_s: Numbers) -> Integers:

@@ -3,8 +3,7 @@
 The cost model of ps/planning/capacity.py gives the cells that a device covers in a time. A plain product is covered by
 columns of devices (ps/planning/columns.py). A device of a batched product takes whole matrices and one piece of a
 further matrix; pieces are gathered until they fill a matrix. With many more devices than matrices there is one team per
-matrix. `Rates` is the model of devices that stream everything, used by `cleave plan`: T = latency + max(download,
-compute, upload).
+matrix. `streaming_model` is the model of devices that stream everything, used by `cleave plan`.
 
 Pure functions of arrays; nothing here knows about networks or protocols.
 """
@@ -13,51 +12,34 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
-from ps.planning.capacity import Areas, CostModel, Integers, Numbers, PackingError, least_span
+from ps.planning.capacity import Areas, CostModel, PackingError, least_span
 from ps.planning.columns import pack_columns
+from ps.planning.cost import BYTES, Integers
 
-__all__ = ["PackingError", "Rates", "Tiling", "box", "halved", "packed"]
-
-ACCUMULATOR_BYTES = 4  # per cell of the output while the device adds it up
+__all__ = ["PackingError", "Tiling", "halved", "packed", "streaming_model"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What each device does per second once its latency has passed, and the most cells it can hold."""
-
-    latency_s: Numbers
-    perimeter_per_s: Numbers
-    cells_per_s: Numbers
-    most_cells: Numbers
-
-    @classmethod
-    def of(cls, profiles: NDArray[np.void], inner: int, bytes_per_value: int) -> Rates:
-        """Rates of devices that stream operands: only the output must fit their memory, as float32."""
-        return cls(
-            latency_s=2 * profiles["latency_s"] + profiles["overhead_s"],
-            perimeter_per_s=profiles["down_bps"] / (8 * bytes_per_value * inner),
-            cells_per_s=np.minimum(profiles["up_bps"] / (8 * bytes_per_value), profiles["flops"] / (2 * inner)),
-            most_cells=np.floor(profiles["memory_bytes"] / ACCUMULATOR_BYTES),
-        )
-
-    def __len__(self) -> int:
-        return len(self.latency_s)
-
-    def take(self, index: Integers) -> Rates:
-        return Rates(
-            self.latency_s[index], self.perimeter_per_s[index], self.cells_per_s[index], self.most_cells[index]
-        )
-
-    def cost_model(self) -> CostModel:
-        side_s, cell_s, nothing = 1 / self.perimeter_per_s, 1 / self.cells_per_s, np.zeros(len(self))
-        sides = np.stack([side_s, nothing])
-        return CostModel(self.latency_s, sides, sides, np.stack([nothing, cell_s]), self.most_cells)
+def streaming_model(profiles: NDArray[np.void], inner: int, bytes_per_value: int) -> CostModel:
+    """The model of devices that stream operands, with T = latency + max(download, compute, upload): only the output
+    must fit their memory, as float32."""
+    side_s, nothing = 8 * bytes_per_value * inner / profiles["down_bps"], np.zeros(len(profiles))
+    cell_s = np.maximum(8 * bytes_per_value / profiles["up_bps"], 2 * inner / profiles["flops"])
+    sides = np.stack([side_s, nothing])
+    return CostModel(
+        2 * profiles["latency_s"] + profiles["overhead_s"],
+        sides,
+        sides,
+        np.stack([nothing, cell_s]),
+        np.floor(profiles["memory_bytes"] / BYTES),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +51,9 @@ class Tiling:
     turned: bool = False  # the devices of a column lie side by side along the columns, not one below the other
 
 
-def box(rates: Rates, batch: int, rows: int, columns: int) -> Tiling:
-    """Rectangles that cover every cell of the product exactly once, each small enough for its device."""
-    cost_model = rates.cost_model()
-    return packed((cost_model, cost_model), batch, rows, columns)
-
-
 def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int) -> Tiling:
-    """Like `box`, for any cost model. `cost_models`: upright, and turned, where its columns are the product's rows."""
+    """Rectangles that cover every cell of the product exactly once, each small enough for its device. `cost_models`:
+    upright, and turned, where its columns are the product's rows."""
     able = np.flatnonzero(cost_models[0].most_cells >= 1)
     if not len(able):
         raise PackingError(f"none of {len(cost_models[0])} devices can hold even one cell of the output")
@@ -101,7 +78,7 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
         # teams of one or two have no choice of shape
         if best and (len(able) < 2 * batch or best.makespan_s <= settings.NOW.slack * bound_s):
             break
-        pack = _pack_teams if by_teams else pack_batch
+        pack = pack_columns if by_teams else pack_batch
         try:
             boxes, owner, turned = pack(split, batch, rows, columns, bound_s)
             owner = several[owner]
@@ -120,14 +97,6 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
             best = made
     assert best is not None
     return best
-
-
-def _pack_teams(
-    cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int, bound_s: float
-) -> tuple[Integers, Integers, bool]:
-    """One team per matrix; a plain product has one matrix, and a team of all devices."""
-    made = pack_columns(cost_models, batch, rows, columns, bound_s)
-    return np.column_stack([made.team, np.ones_like(made.team), made.boxes]), made.owner, made.turned
 
 
 def halved(
@@ -164,34 +133,22 @@ def pack_batch(
     best: tuple[float, bool, Integers, list[list[Piece]]] | None = None
     for turned, cost_model in enumerate(cost_models):
         length, breadth = (columns, rows) if turned else (rows, columns)
-
-        def attempt(
-            span_s: float, cost_model: CostModel = cost_model, length: int = length, breadth: int = breadth
-        ) -> BatchShares | None:
-            return _fill_batch(cost_model, span_s, batch, length, breadth)
-
+        attempt = partial(_fill_batch, cost_model, batch, length, breadth)
         if best is not None and attempt(best[0] * (1 - 2 * settings.NOW.precision)) is None:
             continue
-        try:
+        with suppress(PackingError):
             high = best[0] if best else bound_s * 1.01
-            span_s = least_span(
-                lambda s, attempt=attempt: attempt(s) is not None,  # type: ignore[misc]
-                bound_s * 0.999,
-                high,
-                settings.NOW.precision,
-            )
-        except PackingError:
-            continue
-        made = attempt(span_s)
-        assert made is not None
-        best = (span_s, bool(turned), *made)
+            span_s = least_span(attempt, bound_s * 0.999, high, settings.NOW.precision)
+            made = attempt(span_s)
+            assert made is not None
+            best = (span_s, bool(turned), *made)
     if best is None:
         raise PackingError("no time is long enough: no device can take even one row of a matrix")
     _, turned, whole, groups = best
     return *_matrix_boxes(batch, rows, columns, turned, whole, groups), turned
 
 
-def _fill_batch(cost_model: CostModel, span_s: float, batch: int, length: int, breadth: int) -> BatchShares | None:
+def _fill_batch(cost_model: CostModel, batch: int, length: int, breadth: int, span_s: float) -> BatchShares | None:
     """Whole matrices of each device, and the groups of pieces that fill the rest. None if they do not suffice."""
     spare_s = np.maximum(span_s - cost_model.fixed_s, 0.0)
     entry_s = cost_model.wide * breadth + cost_model.tall * length + cost_model.cell * (float(length) * breadth)
@@ -217,40 +174,27 @@ def _fill_batch(cost_model: CostModel, span_s: float, batch: int, length: int, b
 
 
 def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: int) -> list[list[Piece]] | None:
-    """`wanted` groups of pieces that add up to `length` each. A divisible piece may end one group and begin the
-    next."""
-    ranking = np.argsort(piece, kind="stable")
-    ranking = ranking[piece[ranking] > 0]
-    rigid = ranking[~divisible[ranking]]
-    sizes, names = piece[rigid].tolist(), rigid.tolist()
-    soft = ranking[divisible[ranking]]
-    fillers = list(zip(soft.tolist(), piece[soft].tolist(), strict=True))
-    begun: Piece | None = None  # the rest of a divided piece
+    """`wanted` groups of pieces that add up to `length` each: always the largest piece that fits, or if none does, part
+    of a divisible one, whose rest stays, or of the smallest, whose rest is lost."""
+    rest = sorted((size, device) for device, size in enumerate(piece.tolist()) if size)
+    whole = divisible.copy()  # a piece is divided at most once
     groups: list[list[Piece]] = []
     for _ in range(wanted):
         group: list[Piece] = []
         missing = length
-        if begun is not None:
-            group.append(begun)
-            missing -= begun[1]
-            begun = None
-        while sizes and sizes[-1] <= missing:
-            size = sizes.pop()
-            group.append((names.pop(), size))
-            missing -= size
-        while missing and fillers:
-            name, size = fillers.pop()
-            taken = min(size, missing)
-            group.append((name, taken))
-            missing -= taken
-            if size > taken:
-                begun = (name, size - taken)
-        if missing:
-            at = bisect.bisect_left(sizes, missing)
-            if at == len(sizes):
+        while missing:
+            if not rest:
                 return None
-            group.append((names.pop(at), missing))  # its spare capacity is lost
-            sizes.pop(at)
+            at = bisect.bisect_right(rest, (missing, len(piece))) - 1
+            if at < 0:
+                at = next((number for number, (_, device) in enumerate(rest) if whole[device]), 0)
+            size, device = rest.pop(at)
+            taken = min(size, missing)
+            group.append((device, taken))
+            missing -= taken
+            if size > taken and whole[device]:
+                whole[device] = False
+                bisect.insort(rest, (size - taken, device))
         groups.append(group)
     return groups
 

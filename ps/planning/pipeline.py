@@ -22,14 +22,13 @@ A slab that will be used r times while it is kept is downloaded once, so the pac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
 from ps.planning.capacity import SHAPES, Areas, CostModel
-from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, usable_bytes
+from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, queue_seconds, usable_bytes
 from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
 
@@ -99,8 +98,8 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     height = np.clip(one / width, 1, shape.rows)
     rectangles = np.maximum(cells / np.maximum(one, 1e-300), 1)
     separate = rectangles >= 2
-    all_devices = slice(None)
-    down_s, compute_s, up_s = queue_seconds(profiles, all_devices, shape, rectangles, height, width, height + width)
+    lines = rectangles * (height + width)
+    down_s, compute_s, up_s = queue_seconds(profiles, slice(None), shape.inner, rectangles, height, width, lines)
     total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
     now = settings.NOW
     worth = np.clip(total_s / now.strip_s, 1, np.minimum(now.most_strips, credit))
@@ -115,14 +114,12 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     chunks = -(-shape.inner // np.maximum(chunk, min(now.least_chunk, shape.inner)))
     column_s, row_s = _side_s(profiles, request)
     others_s = compute_s / rectangles, up_s / rectangles
-    tapers = np.stack(
-        [
-            _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
-            _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
-        ]
-    )
-    tapers = np.where(separate, taper(down_s, compute_s, up_s, strips), tapers)
-    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, tapers)
+    tapers = [
+        _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
+        _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
+    ]
+    tapers = [np.where(separate, taper(down_s, compute_s, up_s, strips), best) for best in tapers]
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, np.stack(tapers))
 
 
 def _best_taper(
@@ -139,13 +136,16 @@ def _best_taper(
     before the slab that all strips share has arrived, so a device with a slow uplink does better with a narrow slab.
     `slab_s`, `along_s`: seconds to download one line of the slab, and one along which strips are cut; `slab_most`,
     `along_most`: the most lines of each."""
-    square = np.sqrt(cells * along_s / slab_s)
-    tapers, ends_s = [], []
-    for slab in np.clip(SHAPES[:, None] * square, np.maximum(cells / along_most, 1), slab_most):
-        strips_s = along_s * cells / slab
-        tapers.append(taper(strips_s, compute_s, up_s, strips))
-        ends_s.append(slab_s * slab + _after_slab_s(strips_s, compute_s, up_s, strips, tapers[-1]))
-    best: Numbers = np.stack(tapers)[np.argmin(ends_s, axis=0), np.arange(len(cells))]
+    squares = SHAPES[:, None] * np.sqrt(cells * along_s / slab_s)
+    slabs = np.clip(squares, np.maximum(cells / along_most, 1), slab_most)
+    strips_s = along_s * cells / slabs
+    tapers = taper(strips_s, compute_s, up_s, strips)
+    return _best(tapers, slab_s * slabs + _after_slab_s(strips_s, compute_s, up_s, strips, tapers))
+
+
+def _best(choices: Numbers, ends_s: Numbers) -> Numbers:
+    """Of the choices along the first axis, for each device the one that ends soonest."""
+    best: Numbers = np.take_along_axis(choices, ends_s.argmin(axis=0)[None], axis=0)[0]
     return best
 
 
@@ -161,10 +161,8 @@ def taper(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers
     # more strips than those for the overlap serve only to keep each of them short
     most = settings.NOW.steepest ** (np.minimum(1, settings.NOW.most_strips / strips) ** 2)
     steepest = np.clip(np.maximum(compute_s, up_s) / np.maximum(strips_s, 1e-300), 1 / most, most)
-    choices = steepest ** np.array([[1.0], [0.5], [0.0]])
-    ends_s = [_after_slab_s(strips_s, compute_s, up_s, strips, choice) for choice in choices]
-    best: Numbers = choices[np.argmin(ends_s, axis=0), np.arange(len(strips))]
-    return best
+    choices = np.stack([steepest, steepest**0.5, np.ones_like(steepest)])
+    return _best(choices, _after_slab_s(strips_s, compute_s, up_s, strips, choices))
 
 
 def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: Integers, taper: Numbers) -> Numbers:
@@ -173,26 +171,6 @@ def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: 
     others_s = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
     ends_s: Numbers = np.maximum(strips_s + (compute_s + up_s) * last, strips_s * first + others_s)
     return ends_s
-
-
-def queue_seconds(
-    profiles: NDArray[np.void],
-    device: Integers | slice,
-    shape: Shape,
-    batches: Any,
-    rows: Any,
-    columns: Any,
-    sides: Any,
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds to download `sides` rows and columns, to compute without overhead, and to upload, on these devices of the
-    table. (Taking whole records for thousands of blocks would cost more than all the rest: field by field is 10 times
-    faster.)"""
-    cells = 1.0 * batches * rows * columns
-    return (
-        8.0 * BYTES * shape.inner * batches * sides / profiles["down_bps"][device],
-        2.0 * shape.inner * cells / profiles["flops"][device],
-        8.0 * BYTES * cells / profiles["up_bps"][device],
-    )
 
 
 def cut_boxes(
@@ -216,8 +194,9 @@ def cut_boxes(
     axis = np.where(boxes[:, 1] > 1, 0, 4 if turned else 2)
     extent = boxes[np.arange(len(boxes)), axis + 1]
     count = np.minimum(strips, extent)
-    along = np.where(boxes[:, 1] > 1, boxes[:, 3] + boxes[:, 5], boxes[:, 5 if turned else 3])
-    steep = taper(*queue_seconds(profiles, device, shape, boxes[:, 1], boxes[:, 3], boxes[:, 5], along), count)
+    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
+    along = batches * np.where(batches > 1, rows + columns, columns if turned else rows)
+    steep = taper(*queue_seconds(profiles, device, shape.inner, batches, rows, columns, along), count)
     largest = boxes.copy()
     share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
     largest[np.arange(len(boxes)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
@@ -248,26 +227,16 @@ def chunks_of(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray
 def made_plan(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
     """The plan of these blocks: the slabs that each brings, and when the last device ends."""
     chunks = chunks_of(boxes, device, shape, profiles)
-    return ended_plan(boxes, device, fresh_slabs(boxes, device, chunks), chunks, shape, profiles)
+    fresh = fresh_slabs(boxes, device, chunks)
+    used, ends_s = device_ends(boxes, device, fresh, shape, profiles, chunks)
+    end_of = np.zeros(len(profiles))
+    end_of[used] = ends_s
+    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, end_of[device])
 
 
 def fresh_slabs(boxes: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
     """Which slabs each block brings to its device, in the order of the blocks."""
     return np.column_stack([_first(boxes, device, chunks, 2), _first(boxes, device, chunks, 4)])
-
-
-def ended_plan(
-    boxes: Integers,
-    device: Integers,
-    fresh: NDArray[np.bool_],
-    chunks: Integers,
-    shape: Shape,
-    profiles: NDArray[np.void],
-) -> Plan:
-    used, ends_s = device_ends(boxes, device, fresh, shape, profiles, chunks)
-    end_of = np.zeros(len(profiles))
-    end_of[used] = ends_s
-    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, end_of[device])
 
 
 def _first(boxes: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
@@ -297,9 +266,9 @@ def device_ends(
     count = np.diff(starts, append=len(mine))
     longest = np.argsort(-count, kind="stable")  # longest first, so that the devices that still have a block come first
     starts, count = starts[longest], count[longest]
-    sides = boxes[:, 3] * fresh[:, 0] + boxes[:, 5] * fresh[:, 1]
-    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape, boxes[:, 1], boxes[:, 3], boxes[:, 5], sides)
-    compute_s = compute_s + chunks * profiles["overhead_s"][mine]
+    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
+    lines = batches * (rows * fresh[:, 0] + columns * fresh[:, 1])
+    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape.inner, batches, rows, columns, lines, chunks)
     # the first chunk can be computed when it arrives, the last one not before the download ends
     after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
     downloaded, computed, uploaded = np.zeros((3, len(starts)))

@@ -32,7 +32,7 @@ from ps.planning.cost import Integers
 from ps.planning.deferred import Team, teams
 from ps.planning.pipeline import made_plan, rectangles
 from ps.planning.plans import WAITS, Level, Plan, PlanError, Request
-from ps.planning.share_cap import NO_CAP, Cap, capped, keeps
+from ps.planning.share_cap import NO_CAP, Cap, capped
 from ps.planning.sharing import able_devices, grid_plan, shared
 from ps.planning.teams import Relaxation, deal
 
@@ -65,10 +65,6 @@ class Question:
     def defers(self) -> bool:
         """Whether the deferred products are computed beside the critical ones."""
         return bool(self.deferred and self.critical and self.ahead)
-
-    def critical_plans(self, plans: list[Plan]) -> list[Plan]:
-        """The plans that other products wait for first."""
-        return plans[: self.critical] if self.defers else plans
 
     def ends_s(self, plans: list[Plan], profiles: NDArray[np.void]) -> float:
         """When the plans end. With deferred products beside critical ones, the sum of both ends: a second of either
@@ -169,15 +165,16 @@ class Planner:
                 return kept.plans
         if self.kind == "grid":
             plans = gridded(question.requests, profiles, able)
+        elif question.defers and self.cap.strict:  # a team may be too small for the cap
+            plans = solved(question.level.critical, profiles, able) + [WAITS] * question.deferred
         elif question.defers:
             plans = self._solved_beside(question, profiles, able)
         else:
             plans = solved(question.requests, profiles, able)
-        if self.cap.share < 1.0:
+        if self.cap.strict or not question.defers:
             solve = gridded if self.kind == "grid" else solved
-            beside = question.deferred if question.defers else 0
             ends_s = partial(question.ends_s, profiles=profiles)
-            plans = capped(self.cap, question.requests, plans, profiles, able, solve, ends_s, beside)
+            plans = capped(self.cap, question.requests, plans, profiles, able, solve, ends_s)
         self.remember(question, able, plans, profiles, revision)
         return plans
 
@@ -245,11 +242,11 @@ class Planner:
         plans cost, they are made anew."""
         plans, wastes_s = kept.plans, kept.wastes_s
         if kept.able is not able and not np.array_equal(kept.able, able):
+            if self.cap.strict:
+                return False  # others might get more than their share
             try:
                 plans = without_the_lost(kept.plans, question.requests, profiles, able)
             except PlanError:
-                return False
-            if not keeps(self.cap, question.requests, plans, len(able)):
                 return False
             ends_s = question.ends_s(plans, profiles)
             wastes_s = max(0.0, ends_s - kept.ends_s) + (1 - np.isin(able, kept.solved_for).mean()) * ends_s
@@ -385,24 +382,16 @@ class Inquiry:
         if self.question is None:
             self.planner.plan_ahead(self.profiles, self.able, self.revised, self.busy)
             return []
+        with suppress(PlanError):  # the dispatcher finds out when the jobs begin, and says why
+            return self.plans()
+        return []
+
+    def plans(self) -> list[Plan]:
+        """Plans without the devices that work on deferred products; with them, if the others do not suffice."""
+        assert self.question is not None
         try:
-            return ask(self.planner, self.question, self.profiles, self.able, self.revised, self.busy)
+            return self.planner.plan(self.question, self.profiles, self.able, self.revised, self.busy)
         except PlanError:
-            return []  # the dispatcher finds out when the jobs begin, and says why
-
-
-def ask(
-    planner: Planner,
-    question: Question,
-    profiles: NDArray[np.void],
-    able: Integers,
-    revised: Mapping[int, int],
-    busy: Integers,
-) -> list[Plan]:
-    """Plans without the devices that work on deferred products; with them, if the others do not suffice."""
-    try:
-        return planner.plan(question, profiles, able, revised, busy)
-    except PlanError:
-        if not len(busy):
-            raise
-        return planner.plan(question, profiles, able, revised)
+            if not len(self.busy):
+                raise
+            return self.planner.plan(self.question, self.profiles, self.able, self.revised)

@@ -7,8 +7,9 @@ Newton's method) stands where it is used. docs/decisions/0017 has the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,18 +54,21 @@ class Settings:
     trial_patience: float = 0.5  # of the product's time; then others compute the trial block too, at no cost
     # ---- the share cap; tests/attacks/test_attack_claims.py
     most_share: float = 0.5  # of the products that are ready together, where that costs at most `later`
-    cap_team: float = 3.0  # times as many devices as a strict cap needs: they are not equally fast
 
 
 NOW = Settings()
 
 
-@contextmanager
-def using(**changes: Any) -> Iterator[None]:
+def using(**changes: Any) -> AbstractContextManager[None]:
     """Other values for a while. For measurements; not for several threads with different values."""
-    global NOW
-    before, NOW = NOW, replace(NOW, **changes)
+    return replaced(sys.modules[__name__], changes)
+
+
+@contextmanager
+def replaced(room: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """The same for the settings of any room."""
+    before, room.NOW = room.NOW, replace(room.NOW, **changes)
     try:
         yield
     finally:
-        NOW = before
+        room.NOW = before

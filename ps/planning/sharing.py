@@ -76,7 +76,9 @@ def shared(
         chosen = chosen[ranking[:few]]  # fewer devices need longer, so each can do more
     share, chosen = share[ranking], chosen[ranking]
     made, owner, counts = [], [], []
-    for box, team in zip(boxes, _teams(needed, share), strict=True):
+    teams = dealt(needed, np.broadcast_to(share, (len(boxes), len(share))))
+    for index, (box, team) in enumerate(zip(boxes, teams, strict=True)):
+        team = team if len(team) else np.array([index % len(share)])  # fewer devices than boxes
         mine = chosen[team]
         shape = Shape(int(box[1]), int(box[3]), inner, int(box[5]))
         part, place = _divided(shape, profiles[mine], np.maximum(share[team], 1.0))
@@ -127,27 +129,35 @@ def _cost_model(profiles: NDArray[np.void], inner: int, busy_s: Numbers) -> Cost
     )
 
 
-def _teams(needed: Numbers, share: Numbers) -> list[Integers]:
-    """Deal the devices, largest first, always to the box with the most cells missing."""
-    missing = needed.copy()
-    teams: list[list[int]] = [[] for _ in needed]
-    for device, cells in enumerate(share.tolist()):
-        box = int(missing.argmax())
-        teams[box].append(device)
-        missing[box] -= cells
-    # with fewer devices than boxes, some boxes have no device yet
-    return [np.array(team or [index % len(share)], np.int64) for index, team in enumerate(teams)]
+def dealt(missing: Numbers, offers: Numbers) -> list[Integers]:
+    """Deal devices, in order, always to the box or product with most missing that still needs one. `offers`: [boxes,
+    devices], how much of it each device does."""
+    lacking = missing.tolist()
+    teams: list[list[int]] = [[] for _ in lacking]
+    for device, parts in enumerate(offers.T.tolist()):
+        open_ = [box for box, part in enumerate(parts) if part > 0 and lacking[box] > 0]
+        if open_:
+            box = max(open_, key=lacking.__getitem__)
+            teams[box].append(device)
+            lacking[box] -= parts[box]
+        elif max(lacking) <= 0:
+            break
+    return [np.array(team, np.int64) for team in teams]
 
 
 def _divided(shape: Shape, profiles: NDArray[np.void], cells: Numbers) -> tuple[Integers, Integers]:
-    """Blocks of about `cells` cells for each of these devices, largest first; and the index of each block's device."""
-    if shape.batch == 1:
-        boxes, owner = _grid(shape.rows, shape.columns, cells)
-        boxes = np.column_stack([np.zeros(len(boxes), np.int64), np.ones(len(boxes), np.int64), boxes])
-    elif len(profiles) <= shape.batch:
-        boxes, owner = _batch_ranges(shape, cells)
-    else:
-        boxes, owner = _grid_each(shape, cells)
+    """Blocks of about `cells` cells for each of these devices, largest first; and the index of each block's device.
+    Each group of devices takes some matrices of a batch, or one; a group may be a single device."""
+    groups = min(shape.batch, len(cells))  # largest first in turn, so that they resemble each other
+    dealt = [np.arange(group, len(cells), groups) for group in range(groups)]
+    cuts = _cuts(np.array([cells[group].sum() for group in dealt]), shape.batch)
+    made, owners = [], []
+    for group, begin, end in zip(dealt, cuts[:-1], cuts[1:], strict=True):
+        if end > begin:
+            grid, place = _grid(shape.rows, shape.columns, cells[group])
+            made.append(np.column_stack([np.full(len(grid), begin), np.full(len(grid), end - begin), grid]))
+            owners.append(group[place])
+    boxes, owner = np.concatenate(made), np.concatenate(owners)
     budget = usable_bytes(profiles)
     return halved(boxes, owner, lambda t, o: chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[o]) == 0)
 
@@ -176,23 +186,3 @@ def _grid(rows: int, columns: int, cells: Numbers) -> tuple[Integers, Integers]:
     table, owner = np.concatenate(boxes), np.concatenate(owners)
     kept = (table[:, 1] > 0) & (table[:, 3] > 0)
     return table[kept], owner[kept]
-
-
-def _batch_ranges(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
-    """Fewer devices than matrices of the batch: each device takes whole matrices."""
-    cuts = _cuts(cells, shape.batch)
-    count = np.diff(cuts)
-    owner = np.flatnonzero(count)
-    full = np.broadcast_to([0, shape.rows, 0, shape.columns], (len(owner), 4))
-    return np.column_stack([cuts[:-1][owner], count[owner], full]), owner
-
-
-def _grid_each(shape: Shape, cells: Numbers) -> tuple[Integers, Integers]:
-    """More devices than matrices of the batch: deal the devices out, largest first, so that the teams of the matrices
-    resemble each other, and cut every matrix for the average team."""
-    team = len(cells) // shape.batch
-    dealt = np.arange(team * shape.batch).reshape(team, shape.batch)  # [place in the team, matrix]
-    grid, place = _grid(shape.rows, shape.columns, cells[dealt].mean(axis=1))
-    matrix = np.repeat(np.arange(shape.batch), len(grid))
-    boxes = np.column_stack([matrix, np.ones(len(matrix), np.int64), np.tile(grid, (shape.batch, 1))])
-    return boxes, dealt[np.tile(place, shape.batch), matrix]

@@ -18,7 +18,7 @@ from ps.planning.cost import Integers, Numbers
 from ps.planning.packing import packed
 from ps.planning.pipeline import Cuts, cut_boxes, cuts_within, made_plan, running_cost_models
 from ps.planning.plans import Plan, Request
-from ps.planning.sharing import able_devices
+from ps.planning.sharing import able_devices, dealt
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,4 @@ def deal(relaxations: list[Relaxation], harder: Numbers, count: int) -> list[Int
     span_s = least_span(enough, 0.0, max(relaxation.span_s for relaxation in relaxations), settings.NOW.precision)
     shares = cells(settings.NOW.slack * span_s) / (needed * settings.NOW.slack)[:, None]
     order = np.argsort(-shares.max(axis=0), kind="stable")
-    missing = [1.0] * len(relaxations)
-    teams: list[list[int]] = [[] for _ in relaxations]
-    for device, offers in zip(order.tolist(), shares.T[order].tolist(), strict=True):
-        open_ = [j for j, offer in enumerate(offers) if offer > 0 and missing[j] > 0]
-        if open_:
-            product = max(open_, key=missing.__getitem__)
-            teams[product].append(device)
-            missing[product] -= offers[product]
-        elif max(missing) <= 0:
-            break
-    return [np.sort(np.array(team, np.int64)) for team in teams]
+    return [np.sort(order[team]) for team in dealt(np.ones(len(relaxations)), shares[:, order])]

@@ -24,19 +24,18 @@ def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devi
     boxes, owner = plan.boxes.copy(), plan.device.copy()
     # A latency is also a claim, and a block may be out for that long. A device whose latency exceeds the time of the
     # product could not contribute anyway.
-    near = [d for d in devices if 2 * profiles["latency_s"][d] <= settings.NOW.trial_patience * plan.makespan_s]
-    able = [d for d in near if usable_bytes(profiles[d : d + 1])[0] >= least_bytes(shape.inner)]
+    near = 2 * profiles["latency_s"] <= settings.NOW.trial_patience * plan.makespan_s
+    able = near & (usable_bytes(profiles) >= least_bytes(shape.inner))
+    within_s = plan.makespan_s / settings.NOW.trials
     trials: list[Integers] = []
     given: list[int] = []
     last = {device: position for position, device in enumerate(owner.tolist())}
     sides = boxes[:, 3] + boxes[:, 5]
     places = iter(sorted(last.values(), key=lambda position: int(sides[position])))  # small slabs first
-    for device in able[: settings.NOW.trials]:
+    for device in [device for device in devices if able[device]][: settings.NOW.trials]:
         for position in places:
             axis = _axis(boxes[position], plan.fresh[position])
-            size = _size(
-                boxes[position], axis, shape, profiles[device : device + 1], plan.makespan_s / settings.NOW.trials
-            )
+            size = _size(boxes[position], axis, shape, profiles[device : device + 1], within_s)
             if size:
                 trial = boxes[position].copy()
                 boxes[position, axis + 1] -= size

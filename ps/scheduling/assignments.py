@@ -5,7 +5,7 @@ Handles no events: every method works within the current turn and keeps the prom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -15,12 +15,12 @@ from ps.planning import settings as planning_settings
 from ps.planning.cost import (
     BYTES,
     Integers,
+    Passage,
     alone_s,
     block_bytes,
-    block_queues,
     chunk_length,
     least_bytes,
-    operand_bytes,
+    queue_seconds,
     usable_bytes,
 )
 from ps.planning.pipeline import chunks_of, fresh_slabs, rectangles
@@ -44,16 +44,12 @@ class Assignments:
     def end(self, job_id: int, block: int, turn: Turn) -> None:
         """End this block, wherever it is: its result is not needed."""
         job = self._state.jobs[job_id]
-        device, key = job.device[block], (job_id, block)
-        record = self._state.devices[device]
+        device = job.device[block]
         if self.land(device, job_id, block) is not None:
             turn.stop(device, job_id, block)
             turn.freed[device] = None
         elif job.state[block] == PENDING:
-            (record.critical if job.critical else record.deferred).remove(key)
-            self._state.waiting[device] -= 1
-            self._state.waiting_total -= 1
-            record.waiting.remove(job.passage[block])
+            self._unqueue(job_id, block)
         job.state[block] = CUT
 
     def land(self, device: int, job_id: int, block: int, answered: bool = False) -> Job | None:
@@ -160,16 +156,12 @@ class Assignments:
         if not chunk.all():
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
         new, kept = self.slabs.account(job, boxes, devices, fresh, chunk == inner, self._state.devices)
-        down_bytes = BYTES * inner * batches * (rows * new[:, 0] + columns * new[:, 1])
-        chunks = -(-inner // chunk)
-        queues_s = block_queues(profiles, batches, rows, inner, columns, down_bytes, chunks)
-        owners = devices.tolist()
+        lines = batches * (rows * new[:, 0] + columns * new[:, 1])
         job.state += [PENDING] * len(boxes)
-        job.device += owners
-        down_s, compute_s, up_s = (seconds.tolist() for seconds in queues_s)
-        job.passage += zip(down_s, compute_s, up_s, chunks.tolist(), strict=True)
+        job.device += devices.tolist()
+        job.passage += self._passages(inner, boxes, devices, lines, chunk)
         job.size_bytes += block_bytes(batches, rows, inner, columns, chunk).tolist()
-        job.down_bytes += down_bytes.tolist()
+        job.down_bytes += (BYTES * inner * lines).tolist()
         job.chunk += chunk.tolist()
         job.kept += kept.tolist()
         job.loss += [loss] * len(boxes)
@@ -182,15 +174,21 @@ class Assignments:
         job.open += len(boxes)
         self._send_or_queue(job_id, range(begin, len(job.state)), first, turn)
 
+    def _passages(
+        self, inner: int, boxes: Integers, devices: Integers, lines: Integers, chunk: Integers
+    ) -> Iterator[Passage]:
+        chunks = -(-inner // chunk)
+        sides = boxes[:, 1], boxes[:, 3], boxes[:, 5]
+        queues_s = queue_seconds(self._beliefs.profiles, devices, inner, *sides, lines, chunks)
+        return zip(*(seconds.tolist() for seconds in (*queues_s, chunks)), strict=True)
+
     def _send_or_queue(self, job_id: int, blocks: range, first: bool, turn: Turn) -> None:
         job, records, now_s = self._state.jobs[job_id], self._state.devices, self._state.now_s
         launched: list[int] = []
         for block in blocks:
             device, passage, size = job.device[block], job.passage[block], job.size_bytes[block]
             record = records[device]
-            queue, before = record.deferred, record.critical  # its own queue, and the one served before it
-            if job.critical:
-                queue, before = record.critical, NO_QUEUE
+            before = NO_QUEUE if job.critical else record.critical  # the queue that is served before its own
             free = not before and (first or not (record.critical or record.deferred))
             # a device with nothing in flight wants whatever it has credit for; most have one block at a time
             wants = not record.in_flight or job.firm or (free and record.wants(passage, now_s))
@@ -198,14 +196,23 @@ class Assignments:
                 self._take(record, job_id, block)
                 launched.append(block)
                 continue
-            record.waiting.add(passage)
-            if first:
-                queue.insert(self._repairs(queue), (job_id, block))
-            else:
-                queue.append((job_id, block))
-            self._state.waiting[device] += 1
-            self._state.waiting_total += 1
+            queue = record.queue(job.critical)
+            self._queue(job_id, block, self._repairs(queue) if first else len(queue))
         self._launch(job_id, job, launched, turn)
+
+    def _queue(self, job_id: int, block: int, place: int) -> None:
+        job = self._state.jobs[job_id]
+        device, record = job.device[block], self._state.devices[job.device[block]]
+        record.queue(job.critical).insert(place, (job_id, block))
+        record.waiting.add(job.passage[block])
+        self._state.waiting[device] += 1
+
+    def _unqueue(self, job_id: int, block: int) -> None:
+        job = self._state.jobs[job_id]
+        device, record = job.device[block], self._state.devices[job.device[block]]
+        record.queue(job.critical).remove((job_id, block))
+        record.waiting.remove(job.passage[block])
+        self._state.waiting[device] -= 1
 
     def _repairs(self, queue: Sequence[tuple[int, int]]) -> int:
         """How many blocks at the head of a device's queue jumped it."""
@@ -251,8 +258,6 @@ class Assignments:
                 continue
             record = self._state.devices[device]
             if not (record.critical or record.deferred):
-                if not self._state.waiting_total:
-                    break
                 if record.in_flight or not record.alive or self._standing.owes_an_answer(device):
                     continue
                 if settings.NOW.per_turn in (thefts, failures):
@@ -268,10 +273,7 @@ class Assignments:
                     break
                 if not (job.firm or record.wants(job.passage[block], self._state.now_s)):
                     break  # it goes out with the next answer; until then lost blocks may overtake it
-                queue.popleft()
-                self._state.waiting[device] -= 1
-                self._state.waiting_total -= 1
-                record.waiting.remove(job.passage[block])
+                self._unqueue(job_id, block)
                 self._take(record, job_id, block)
                 taken.append((job_id, block))
         for job_id, run in groupby(taken, key=lambda key: key[0]):  # in order: a device gets its blocks in that order
@@ -292,25 +294,18 @@ class Assignments:
         job = self._state.jobs[job_id]
         if job.kept[block] or job.firm:
             return False  # its owner has, or will have, the slab; or no other device may do it
-        _, batches, _, rows, _, columns = job.boxes[block].tolist()
-        profile, inner = self._beliefs.profiles[thief : thief + 1], job.shape.inner
-        chunk = int(chunk_length(batches, rows, inner, columns, usable_bytes(profile))[0])
-        if not chunk:
+        box, thieves, inner = job.boxes[[block]], np.array([thief]), job.shape.inner
+        batches, rows, columns = box[:, 1], box[:, 3], box[:, 5]
+        chunk = chunk_length(batches, rows, inner, columns, usable_bytes(self._beliefs.profiles[thieves]))
+        if not chunk.all():
             return False  # the thief cannot hold it
-        down_bytes, chunks = operand_bytes(batches, rows, inner, columns), -(-inner // chunk)
-        queues_s = block_queues(profile, batches, rows, inner, columns, down_bytes, chunks)
-        down_s, compute_s, up_s = (float(seconds[0]) for seconds in queues_s)
-        passage = (down_s, compute_s, up_s, chunks)
+        lines = batches * (rows + columns)
+        (passage,) = self._passages(inner, box, thieves, lines, chunk)
         if alone_s(passage) + taker.round_trip_s >= owner.ends_s(self._state.now_s):
             return False
-        job.chunk[block] = chunk
-        job.size_bytes[block] = int(block_bytes(batches, rows, inner, columns, chunk))
-        job.down_bytes[block] = down_bytes
-        queue.pop()
-        self._state.waiting[victim] -= 1
-        owner.waiting.remove(job.passage[block])
-        job.device[block], job.passage[block] = thief, passage
-        taker.waiting.add(passage)
-        (taker.critical if job.critical else taker.deferred).append((job_id, block))
-        self._state.waiting[thief] += 1
+        self._unqueue(job_id, block)
+        job.device[block], job.passage[block], job.chunk[block] = thief, passage, int(chunk[0])
+        job.size_bytes[block] = int(block_bytes(batches, rows, inner, columns, chunk)[0])
+        job.down_bytes[block] = BYTES * inner * int(lines[0])
+        self._queue(job_id, block, len(taker.queue(job.critical)))
         return True

@@ -24,7 +24,7 @@ class Beliefs:
         self.profiles: NDArray[np.void] = np.empty(0, PROFILE)  # claims, corrected by what the devices delivered
         self.claims: NDArray[np.void] = np.empty(0, PROFILE)  # what devices said when they joined
         self.slowness, self.newcomers = Slowness(), Newcomers()
-        self.new: set[int] = set()  # devices that joined as newcomers
+        self.new: set[int] = set()  # devices that joined as newcomers and have not answered yet
         self.revised: dict[int, int] = {}  # devices whose profile was corrected -> revision
         self._revision = 0
         self._corrected_s = 0.0
@@ -50,14 +50,12 @@ class Beliefs:
         """Another device was faster; `ratio` times the expected time had passed."""
         (self.newcomers.failed if self.is_growing(device) else self.slowness.overtaken)(device, ratio)
 
-    def distrust(self, devices: Iterable[int], able: Integers, worked: Sequence[bool], now_s: float) -> None:
-        """New devices among these begin small, whatever they claim. How slow the others are is known. `worked`: per
-        device of `devices`."""
-        devices = list(devices)
+    def distrust(self, devices: Sequence[int], able: Integers, now_s: float) -> None:
+        """New devices among these begin small, whatever they claim. How slow the others are is known."""
         known = [device for device in able.tolist() if not self.is_growing(device)]
         typical = typical_rates(self.profiles, known) if known else None
-        for device, has_worked in zip(devices, worked, strict=True):
-            if device in self.new and not self.is_growing(device) and not has_worked:
+        for device in devices:
+            if device in self.new and not self.is_growing(device):
                 self.newcomers.begin(device, typical or typical_rates(self.claims, devices))
         self.correct(now_s)
 

@@ -2,9 +2,8 @@
 
 The cost model gives a block's expected time. The ratio of actual to expected time is remembered for the latest blocks
 of the whole fleet. A block is overdue when its ratio is above that of nearly all of them, or several times that of
-most: with many slow devices, the quantile alone would call slow normal. Blocks are compared with blocks of similar
-length: a hitch of the server multiplies the time of the shortest ones, which says nothing about the others. There is no
-fixed timeout: on a host that makes everything late, no device is late.
+most: with many slow devices, the quantile alone would call slow normal. There is no fixed timeout: on a host that makes
+everything late, no device is late.
 
 Until enough answers are known, the cost model alone sets the deadline: a multiple of the expected time, plus a floor.
 
@@ -16,8 +15,6 @@ comes with every call.
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -41,7 +38,7 @@ class Typical:
         self._found: set[int] = set()  # of those, the ones not reported yet
 
     def add(self, devices: Sequence[int], ratios: Sequence[float], most: float) -> None:
-        """Add blocks of similar length; most blocks of that length take at most `most` times what is expected."""
+        """Most blocks take at most `most` times what is expected."""
         now = settings.NOW
         scores, keep, weight = self._score, 1.0 - now.memory, now.memory / most
         highest = now.tail * most
@@ -78,127 +75,71 @@ class Typical:
         self._found.discard(device)
 
 
-class _Normal:
-    """How many times its expected time a block may take."""
-
-    def __init__(self, typical: Typical) -> None:
-        self.margin = float("inf")
-        self.most = 1.0
-        self._typical = typical
-        self._ratios: deque[float] = deque(maxlen=16 * settings.NOW.enough)
-        self._devices: deque[int] = deque(maxlen=16 * settings.NOW.enough)
-        self._fresh = 0
-
-    @property
-    def known(self) -> int:
-        return len(self._ratios)
-
-    def add(self, ratios: Sequence[float], devices: Sequence[int]) -> None:
-        self._ratios.extend(ratios)
-        self._devices.extend(devices)
-        self._fresh += len(ratios)
-        now = settings.NOW
-        if self._fresh >= (now.enough if self.margin == float("inf") else 4 * now.enough):
-            self._fresh = 0
-            counted = np.array(self._ratios)
-            if outliers := self._typical.outliers(self._devices):
-                counted = counted[~np.isin(np.array(self._devices), outliers)]
-            most, nearly_all = np.quantile(counted, [now.most, now.quantile]).tolist()
-            self.most = max(most, 1e-9)
-            self.margin = max(1.0, now.margin * min(nearly_all, now.tail * most))
-
-
 class Deadlines:
     def __init__(self) -> None:
         self.typical = Typical()
-        self._all = _Normal(self.typical)
-        self._by_length: dict[int, _Normal] = {}
-        # heap of batches sent together, each sorted: next deadline, sequence number, index in the batch, batch
-        self._heap: list[tuple[float, int, int, list[tuple[float, int, Key]]]] = []
-        self._sequence = itertools.count()
+        self.margin = float("inf")  # how many times its expected time a block may take; infinity: too little is known
+        self._most = 1.0  # the ratio that most blocks stay below
+        self._ratios: deque[float] = deque(maxlen=16 * settings.NOW.enough)
+        self._devices: deque[int] = deque(maxlen=16 * settings.NOW.enough)
+        self._fresh = 0
+        self._heap: list[tuple[float, int, Key]] = []  # deadline, device, block
         self._unjudged: list[tuple[Key, int, float, float]] = []  # sent before the margin was known
-        self._quickest = 1.0  # smallest ratio of actual to expected time so far
 
     @property
     def cold(self) -> bool:
         """Too few answers are known to say what is normal."""
-        return self._all.margin == float("inf")
+        return self.margin == float("inf")
+
+    @property
+    def usual(self) -> float:
+        """The ratio that most blocks stay below, at least 1; 1 if too little is known."""
+        return max(1.0, self._most)
 
     def sent(self, keys: Sequence[Key], devices: Sequence[int], now_s: float, expected_s: Sequence[float]) -> None:
         """These blocks went out, each to its device."""
         if self.cold:
             self._unjudged += [(key, d, now_s, s) for key, d, s in zip(keys, devices, expected_s, strict=True)]
-        allowed: dict[float, float] = {}  # blocks of one product often have the same expected time
-        for seconds in expected_s:
-            if seconds not in allowed:
-                allowed[seconds] = now_s + self.allowed_s(seconds)
-        self._push(sorted(zip(map(allowed.__getitem__, expected_s), devices, keys, strict=True)))
+        for key, device, seconds in zip(keys, devices, expected_s, strict=True):
+            heapq.heappush(self._heap, (now_s + self.allowed_s(seconds), device, key))
 
     def allowed_s(self, expected_s: float) -> float:
         """How long a block with this expected time may take. If even the quickest block so far took several times what
         was expected, the devices are not the cause."""
         if self.cold:
-            return max(1.0, self._quickest) * settings.NOW.far * expected_s + settings.NOW.hitch_s
-        return self.margin(expected_s) * expected_s
+            quickest = min(self._ratios, default=1.0)
+            return max(1.0, quickest) * settings.NOW.far * expected_s + settings.NOW.hitch_s
+        return self.margin * expected_s
 
-    def postpone(self, keys: Sequence[Key], devices: Sequence[int], until_s: float) -> None:
-        """Give these overdue blocks until `until_s`."""
-        self._push([(until_s, device, key) for key, device in zip(keys, devices, strict=True)])
-
-    def _push(self, batch: list[tuple[float, int, Key]]) -> None:
-        if batch:
-            heapq.heappush(self._heap, (batch[0][0], next(self._sequence), 0, batch))
-
-    def margin(self, expected_s: float) -> float:
-        """The margin of blocks with this expected time; that of all blocks if too little is known of this length."""
-        alike = self._by_length.get(_length(expected_s))
-        return self._all.margin if alike is None or alike.margin == float("inf") else alike.margin
-
-    def usual(self, expected_s: float) -> float:
-        """The ratio that most blocks of about this length stay below, at least 1; 1 if too little is known."""
-        alike = self._by_length.get(_length(expected_s))
-        return max(1.0, (self._all if alike is None or alike.margin == float("inf") else alike).most)
+    def postpone(self, key: Key, device: int, until_s: float) -> None:
+        """Give this overdue block until `until_s`."""
+        heapq.heappush(self._heap, (until_s, device, key))
 
     def returned(
-        self,
-        ratios: Sequence[float],
-        expected_s: Sequence[float],
-        devices: Sequence[int] | None = None,
-        certain: Sequence[float] | None = None,
+        self, ratios: Sequence[float], devices: Sequence[int] | None = None, certain: Sequence[float] | None = None
     ) -> None:
-        """Ratios of actual to expected time of returned blocks, with their expected times and devices. `certain`: the
-        ratios without the time for which the server left the answers unread, if that is known. A block is overdue by
-        what is normal with the server's delay; a device is late only by what it did itself."""
-        groups: dict[int, tuple[list[float], list[int], list[float]]] = {}
+        """Ratios of actual to expected time of returned blocks, and their devices. `certain`: the ratios without the
+        time for which the server left the answers unread, if that is known. A block is overdue by what is normal with
+        the server's delay; a device is late only by what it did itself."""
         devices = devices if devices is not None else [UNKNOWN] * len(ratios)
-        certain = certain if certain is not None else ratios
-        lengths = np.frexp(expected_s)[1].tolist()
-        if len(set(lengths)) == 1:
-            groups[lengths[0]] = list(ratios), list(devices), list(certain)
-        else:
-            for ratio, length, device, own in zip(ratios, lengths, devices, certain, strict=True):
-                of_length, whose, owned = groups.setdefault(length, ([], [], []))
-                of_length.append(ratio)
-                whose.append(device)
-                owned.append(own)
-        for length, (of_length, whose, owned) in groups.items():
-            normal = self._by_length.get(length)
-            if normal is None:
-                normal = self._by_length[length] = _Normal(self.typical)
-            if normal.margin < float("inf"):
-                self.typical.add(whose, owned, normal.most)
-            normal.add(of_length, whose)
-        if ratios and self.cold:
-            self._quickest = min(ratios) if not self._all.known else min(self._quickest, *ratios)
-        self._all.add(ratios, devices)
-        if self._unjudged and not self.cold:
-            together: dict[float, list[tuple[Key, int, float]]] = {}
-            for key, device, now_s, seconds in self._unjudged:
-                together.setdefault(now_s, []).append((key, device, seconds))
-            self._unjudged = []
-            for now_s, sent in together.items():
-                keys, to, expected = zip(*sent, strict=True)
-                self.sent(keys, to, now_s, expected)
+        cold, now = self.cold, settings.NOW
+        if not cold:
+            self.typical.add(devices, certain if certain is not None else ratios, self._most)
+        self._ratios.extend(ratios)
+        self._devices.extend(devices)
+        self._fresh += len(ratios)
+        if self._fresh < (now.enough if cold else 4 * now.enough):
+            return
+        self._fresh = 0
+        counted = np.array(self._ratios)
+        if outliers := self.typical.outliers(self._devices):
+            counted = counted[~np.isin(np.array(self._devices), outliers)]
+        most, nearly_all = np.quantile(counted, [now.most, now.quantile]).tolist()
+        self._most = max(most, 1e-9)
+        self.margin = max(1.0, now.margin * min(nearly_all, now.tail * most))
+        unjudged, self._unjudged = self._unjudged, []
+        for key, device, sent_s, expected_s in unjudged:
+            self.sent([key], [device], sent_s, [expected_s])
 
     @property
     def next_s(self) -> float:
@@ -207,37 +148,17 @@ class Deadlines:
     def drop_answered(self, open_: Callable[[int, Key], bool]) -> None:
         """Drop the next deadlines of blocks that are no longer open on their device: `next_s` is then that of an open
         block."""
-        while self._heap:
-            _, number, place, batch = self._heap[0]
-            while place < len(batch) and not open_(batch[place][1], batch[place][2]):
-                place += 1
-            if place == self._heap[0][2]:
-                return
-            if place < len(batch):
-                heapq.heapreplace(self._heap, (batch[place][0], number, place, batch))
-            else:
-                heapq.heappop(self._heap)
+        while self._heap and not open_(*self._heap[0][1:]):
+            heapq.heappop(self._heap)
 
     def overdue(self, now_s: float, open_: Callable[[int, Key], bool], most: int) -> list[Key]:
         """Blocks past their deadline that are still open on their device, each reported once."""
         found: list[Key] = []
         while self._heap and self._heap[0][0] <= now_s and len(found) < most:
-            _, number, place, batch = heapq.heappop(self._heap)
-            _, device, key = batch[place]
+            _, device, key = heapq.heappop(self._heap)
             if open_(device, key):
                 found.append(key)
-            place += 1
-            # most blocks were answered long ago: these cost no turn of the heap
-            while place < len(batch) and batch[place][0] <= now_s and not open_(batch[place][1], batch[place][2]):
-                place += 1
-            if place < len(batch):
-                heapq.heappush(self._heap, (batch[place][0], number, place, batch))
         return found
-
-
-def _length(expected_s: float) -> int:
-    """The length class: a factor of two each."""
-    return math.frexp(expected_s)[1]
 
 
 def after_a_turn_s(free_s: float, woke_s: float, now_s: float) -> float:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ps.planning import settings as planning_settings
 from ps.planning.pipeline import rectangles
-from ps.planning.planner import Inquiry, Planner, Question, ask
+from ps.planning.planner import Inquiry, Planner, Question
 from ps.planning.plans import Level, Plan, PlanError, whole
 from ps.scheduling import settings
 from ps.scheduling.assignments import NO_DEVICE, Assignments
@@ -68,25 +68,19 @@ class Dispatcher:
         self._assignments = Assignments(self._state, self._standing, self._beliefs, self._deadlines)
         self._stragglers = Stragglers(self._state, self._standing, self._beliefs, self._deadlines, self._assignments)
         self._last_loss = 0
-        self._deadlines.returned(history, [1.0] * len(history))
+        self._deadlines.returned(history)
 
     def inquire(self, event: JobsSubmitted, now_s: float) -> Inquiry | None:
         """The question for the planner; None if there is none, or no device to plan for. Planning takes a while: a
         caller with a clock plans first, and tells `handle` when the blocks go out; otherwise all would look late."""
         self._state.now_s = now_s
         open_ = [new for new in _in_order(self._with_held(event)) if new.plan is None]
-        if not open_ or not len(self._standing.able):
-            return None
+        return self._inquiry(_question(open_, event.ahead)) if open_ and len(self._standing.able) else None
+
+    def _inquiry(self, question: Question | None) -> Inquiry:
         self._beliefs.correct(self._state.now_s)
-        question = _question(open_, event.ahead)
-        return Inquiry(
-            self._planner,
-            question,
-            self._beliefs.profiles,
-            self._standing.able,
-            dict(self._beliefs.revised),
-            self._assignments.teams.busy,
-        )
+        beliefs, busy = self._beliefs, self._assignments.teams.busy
+        return Inquiry(self._planner, question, beliefs.profiles, self._standing.able, dict(beliefs.revised), busy)
 
     def with_plans(self, event: JobsSubmitted, inquiry: Inquiry, plans: list[Plan]) -> JobsSubmitted:
         """The event with the answer to its inquiry. Without it if a device of these plans has left, or its profile was
@@ -105,23 +99,7 @@ class Dispatcher:
     def inquire_ahead(self, now_s: float) -> Inquiry | None:
         """The question about the products that will probably be submitted next."""
         self._state.now_s = now_s
-        if not len(self._standing.able):
-            return None
-        self._beliefs.correct(self._state.now_s)
-        return Inquiry(
-            self._planner,
-            None,
-            self._beliefs.profiles,
-            self._standing.able,
-            dict(self._beliefs.revised),
-            self._assignments.teams.busy,
-        )
-
-    def plan_ahead(self, now_s: float) -> None:
-        """Have plans ready for what will probably be submitted next. A caller with a clock does this while blocks are
-        out."""
-        if (inquiry := self.inquire_ahead(now_s)) is not None:
-            inquiry.answer()
+        return self._inquiry(None) if len(self._standing.able) else None
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Instruction]:
         """The only way to change the state."""
@@ -144,7 +122,7 @@ class Dispatcher:
                 self._checked(event, turn)
             case TimePassed():
                 self._stragglers.help_the_late(turn)
-        if self._state.waiting_total:
+        if self._state.waiting.any():
             self._assignments.feed(turn)
         if turn.cancel.devices:
             turn.out.append(turn.cancel)
@@ -183,27 +161,19 @@ class Dispatcher:
             return
         if self._state.ahead and not self._state.jobs[job].critical:
             self._assignments.teams.hold(job, plan.device)
-        patience_s = None
-        if self._standing.unproven:  # by then other devices have done the rest of the product
-            unproven_s = {
-                d: planning_settings.NOW.trial_patience * plan.makespan_s + self._state.devices[d].round_trip_s
-                for d in self._standing.unproven
-            }
-            patience_s = [unproven_s.get(device, 0.0) for device in plan.device.tolist()]
+        patient_s = planning_settings.NOW.trial_patience * plan.makespan_s  # by then others have done the rest
+        unproven_s = {d: patient_s + self._state.devices[d].round_trip_s for d in self._standing.unproven}
+        # a plan that was given may name devices that have left since it was made: others take their blocks
         there = np.array([self._state.devices[device].alive for device in plan.device.tolist()])
-        if there.all():
-            self._assignments.add(job, plan.boxes, plan.device, plan.fresh, turn, patience_s=patience_s)
-        else:  # a plan that was given names devices that have left since it was made
-            self._begin_without_the_gone(job, plan, there, turn)
+        boxes, devices = plan.boxes[there], plan.device[there]
+        if len(boxes):
+            patience_s = [unproven_s.get(device, 0.0) for device in devices.tolist()]
+            self._assignments.add(job, boxes, devices, plan.fresh[there], turn, patience_s=patience_s)
+        if len(boxes) < len(plan.boxes):
+            self._assignments.place(job, rectangles(plan.boxes[~there], plan.device[~there]), turn)
         if self._standing.suspects and not plan.firm:  # a plan that was given may name them
             named = [device for device in np.unique(plan.device).tolist() if device in self._standing.suspects]
             self._stragglers.move_queued(named, turn)
-
-    def _begin_without_the_gone(self, job: int, plan: Plan, there: NDArray[np.bool_], turn: Turn) -> None:
-        """What devices that have left should have done is cut again over the others."""
-        if there.any():
-            self._assignments.add(job, plan.boxes[there], plan.device[there], plan.fresh[there], turn)
-        self._assignments.place(job, rectangles(plan.boxes[~there], plan.device[~there]), turn)
 
     def _plan_together(self, submissions: list[Submission], turn: Turn) -> None:
         """Plan whole products over the whole fleet, critical ones first."""
@@ -213,9 +183,8 @@ class Dispatcher:
         try:
             if not len(self._standing.able):
                 raise PlanError(NO_DEVICE)
-            self._beliefs.correct(self._state.now_s)
             question = _question(submissions, self._state.ahead)
-            plans = self._plans(question)
+            plans = self._stragglers.with_trial_blocks(question, self._inquiry(question).plans())
         except PlanError as error:
             if self._standing.trust_more():
                 self._plan_together(submissions, turn)
@@ -231,23 +200,9 @@ class Dispatcher:
         for new, plan in zip(submissions, plans, strict=True):
             self._begin(new.job, plan, turn)
 
-    def _plans(self, question: Question) -> list[Plan]:
-        plans = ask(
-            self._planner,
-            question,
-            self._beliefs.profiles,
-            self._standing.able,
-            self._beliefs.revised,
-            self._assignments.teams.busy,
-        )
-        return self._stragglers.with_trial_blocks(question, plans)
-
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired = [], [], []
-        ratios: list[float] = []
-        certain: list[float] = []
-        expected_s: list[float] = []
-        owners: list[int] = []
+        answers: list[tuple[float, float, int]] = []
         now_s, stragglers, land = self._state.now_s, self._stragglers, self._assignments.land
         unheard_s = min(event.unheard_s, settings.NOW.hitch_s)
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
@@ -259,23 +214,19 @@ class Dispatcher:
                 stragglers.decided(job_id, block, turn)
             job.state[block] = DONE
             job.open -= 1
-            expects_s = job.expected_s[block]
-            took_s = now_s - job.sent_s[block]
-            ratios.append(took_s / expects_s)
+            expects_s, took_s = job.expected_s[block], now_s - job.sent_s[block]
             # of the moments at which it may have arrived, the one that speaks best for the device
-            ratio = max(min(took_s, expects_s), took_s - unheard_s) / expects_s
-            certain.append(ratio)
-            expected_s.append(expects_s)
-            owners.append(device)
-            stragglers.answered(device, job_id, ratio, expects_s)
+            certain = max(min(took_s, expects_s), took_s - unheard_s) / expects_s
+            answers.append((took_s / expects_s, certain, device))
+            stragglers.answered(device, job_id, certain, expects_s)
             accepted.append(position)
             turn.freed[device] = None
             if job.loss[block]:
                 repaired.append(job.loss[block])
             if not job.open and not any(orphan.job == job_id for orphan in self._state.orphans):
                 finished.append(job_id)
-        stragglers.learn(ratios, certain, expected_s, owners)
         if accepted:
+            stragglers.learn(*zip(*answers, strict=True))
             turn.out.append(AcceptBlocks(accepted))
         for loss in repaired:
             self._state.losses[loss] -= 1
@@ -326,16 +277,10 @@ class Dispatcher:
             turn.freed[device] = None
             if not self._stragglers.given_up(job_id, block, turn):
                 failed.append((device, job_id, block))
-        broken = {
-            d: self._state.devices[d].refusals
-            for d, _, _ in failed
-            if self._state.devices[d].refusals > settings.NOW.refusals
-        }
-        turn.out += [
-            SuspendDevice(device, f"it failed {refusals} blocks", wrong=False) for device, refusals in broken.items()
-        ]
-        if broken:
-            self._left(list(broken), turn)
+        refusals = {device: self._state.devices[device].refusals for device, _, _ in failed}
+        broken = [device for device, count in refusals.items() if count > settings.NOW.refusals]
+        turn.out += [SuspendDevice(device, f"it failed {refusals[device]} blocks", wrong=False) for device in broken]
+        self._left(broken, turn)
         for device, job_id, block in sorted(failed, key=lambda lost: not self._state.jobs[lost[1]].critical):
             self._assignments.cut([(job_id, block)], turn, avoid=device)
 
@@ -356,7 +301,7 @@ class Dispatcher:
         if event.newcomers:
             self._beliefs.new.update(devices)
             if len(self._standing.able):
-                self._stragglers.distrust(devices)
+                self._beliefs.distrust(devices, self._standing.able, self._state.now_s)
         self._assignments.slabs.joined(again, grown)
         self._beliefs.revise(event.again)  # plans may know another device by that id
         orphans, self._state.orphans = self._state.orphans, []
@@ -376,7 +321,7 @@ class Dispatcher:
             record = self._state.devices[device]
             held = [*sorted(record.in_flight), *record.critical, *record.deferred]
             lost += [key for key in held if not self._stragglers.given_up(*key, turn)]
-            self._state.not_waiting(device)
+            self._state.waiting[device] = 0
             self._state.devices[device] = record.gone()
             turn.freed.pop(device, None)
         for part in (self._standing, self._assignments.teams, self._stragglers, self._beliefs):
@@ -425,23 +370,13 @@ class Dispatcher:
         """Ids of devices that have left."""
         return [device for device, record in enumerate(self._state.devices) if not record.alive]
 
-    def is_alive(self, device: int) -> bool:
-        return self._state.devices[device].alive
-
-    def has_worked(self, device: int) -> bool:
-        """A block that it returned was accepted."""
-        return self._state.devices[device].worked
-
-    def blocks_in_flight(self, device: int) -> int:
-        return len(self._state.devices[device].in_flight)
+    def device(self, device: int) -> Device:
+        """What is known of a device; to be read only."""
+        return self._state.devices[device]
 
     def block_count(self, job: int) -> int:
         """Blocks that an unfinished job has been cut into so far; the next one gets this number."""
         return len(self._state.jobs[job].state)
-
-    def refusals(self, device: int) -> int:
-        """How many blocks it failed."""
-        return self._state.devices[device].refusals
 
     def slowness(self, device: int) -> float:
         """How many times slower than its profile a device has proved to be."""

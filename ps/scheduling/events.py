@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -60,22 +60,24 @@ class OperandsForgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksReturned:
-    """Which device answered which block of which job: three parallel lists."""
+class Blocks:
+    """Which block of which job on which device: three parallel lists."""
 
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
+    devices: list[int] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReturned(Blocks):
+    """The devices answered these blocks."""
+
     unheard_s: float = field(default=0.0, compare=False)  # they may have lain unread for this long, at most
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksFailed:
+class BlocksFailed(Blocks):
     """The devices could not compute these blocks."""
-
-    devices: list[int]
-    jobs: list[int]
-    blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,9 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class SendBlocks:
+class SendBlocks(Blocks):
     """These blocks leave now: parallel lists with all that is needed to bring each to its device."""
 
-    devices: list[int] = field(default_factory=list)
-    jobs: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list, compare=False)
     inner: list[int] = field(default_factory=list, compare=False)  # length of the job's inner dimension
     chunk: list[int] = field(default_factory=list, compare=False)  # inner values per chunk; `inner`: sent whole
@@ -142,25 +141,12 @@ class SendBlocks:
 
     @property
     def columns(self) -> tuple[list[Any], ...]:
-        return (
-            self.devices,
-            self.jobs,
-            self.blocks,
-            self.boxes,
-            self.inner,
-            self.chunk,
-            self.down_bytes,
-            self.kept,
-        )
+        return tuple(getattr(self, column.name) for column in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
-class CancelBlocks:
+class CancelBlocks(Blocks):
     """Another device was faster: stop these blocks."""
-
-    devices: list[int] = field(default_factory=list)
-    jobs: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

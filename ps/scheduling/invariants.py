@@ -141,7 +141,7 @@ def left_behind(of: Dispatcher) -> str:
         "held for deferred": of._assignments.teams.busy.tolist(),
         "orphans": state.orphans,
         "held": state.held,
-        "waiting": state.waiting_total,
+        "waiting": int(state.waiting.sum()),
         "losses": state.losses,
         "suspects": [device for device in of._standing.suspects if not state.devices[device].alive],
     }

@@ -23,9 +23,11 @@ from agent.protocol.profile import MAX_RATE
 from ps.planning import settings as planning_settings
 from ps.planning.cost import Integers
 from ps.scheduling import settings
+from ps.scheduling.deadlines import UNKNOWN
 
 RATES = ("flops", "down_bps", "up_bps")
 LEAST = 1 / MAX_RATE  # of a typical device
+
 
 Rates = tuple[float, float, float]
 
@@ -44,8 +46,8 @@ class Belief:
 class Newcomers:
     def __init__(self) -> None:
         self.beliefs: dict[int, Belief] = {}
-        self._answers: dict[int, dict[int, tuple[float, int]]] = {}  # job -> device -> sum of ratios, blocks
-        self._known: dict[int, tuple[float, int]] = {}  # the same of all other devices: job -> sum of ratios, blocks
+        # job -> device, UNKNOWN for all without a belief -> sum of ratios, blocks
+        self._answers: dict[int, dict[int, tuple[float, int]]] = {}
         self._changed: set[int] = set()
 
     def begin(self, device: int, typical: Rates, times: float | None = None) -> None:
@@ -55,22 +57,20 @@ class Newcomers:
         self._changed.add(device)
 
     def answered(self, device: int, job: int, ratio: float) -> None:
-        """It took `ratio` times what was expected, relative to what is usual. Call only for devices with a belief."""
+        """It took `ratio` times what was expected, relative to what is usual. Devices without a belief count together,
+        for comparison."""
         answers = self._answers.setdefault(job, {})
-        total, count = answers.get(device, (0.0, 0))
-        answers[device] = total + ratio, count + 1
-
-    def known_answered(self, job: int, ratio: float) -> None:
-        """The same of a device without a belief, for comparison."""
-        total, count = self._known.get(job, (0.0, 0))
-        self._known[job] = total + ratio, count + 1
+        of = device if device in self.beliefs else UNKNOWN
+        total, count = answers.get(of, (0.0, 0))
+        answers[of] = total + ratio, count + 1
 
     def finished(self, job: int) -> None:
         """All blocks of the job were found right: devices that were in time are believed more, the others less. Both
         follow what was delivered, or noise alone would take a device's work away bit by bit."""
-        total, count = self._known.pop(job, (0.0, 0))
+        answers = self._answers.pop(job, {})
+        total, count = answers.pop(UNKNOWN, (0.0, 0))
         usual = max(1.0, total / count) if count else 1.0
-        for device, (total, count) in self._answers.pop(job, {}).items():
+        for device, (total, count) in answers.items():
             ratio = total / count / usual
             if ratio > settings.NOW.in_time:
                 self.failed(device, ratio)

@@ -7,10 +7,12 @@ attack out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+
+from ps.planning.settings import replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Settings:
     per_turn: int = 32  # overdue blocks that are copied, queued blocks that move, and vain tries of that, per turn
     # ---- what is normal, and what is overdue; 0006
     # Answers; with fewer, the cost model alone sets deadlines. What is normal is computed again after four times as
-    # many, from the latest 16 times as many of about the same length.
+    # many, from the latest 16 times as many.
     enough: int = 128
     quantile: float = 0.99  # of the answers: a block is overdue beyond what they take, times `margin`
     most: float = 0.75  # of the answers are normal, whatever the others take: up to a quarter may be slow
@@ -54,12 +56,6 @@ class Settings:
 NOW = Settings()
 
 
-@contextmanager
-def using(**changes: Any) -> Iterator[None]:
-    """Other values for a while. For measurements; not for several threads with different values."""
-    global NOW
-    before, NOW = NOW, replace(NOW, **changes)
-    try:
-        yield
-    finally:
-        NOW = before
+def using(**changes: Any) -> AbstractContextManager[None]:
+    """Other values for a while, as in ps/planning/settings.py."""
+    return replaced(sys.modules[__name__], changes)

@@ -19,7 +19,6 @@ class Slowness:
     def __init__(self) -> None:
         self.factor: dict[int, float] = {}  # of devices that are slower than they claimed
         self._answers: dict[int, list[float]] = {}
-        self._far: dict[int, list[float]] = {}
         self._changed: set[int] = set()
         # Factors in the present profiles, to which answers are compared. Hundreds of answers may come between two
         # corrections: if each changed the factor that the next one multiplies, one busy moment would make it 10^10.
@@ -36,19 +35,13 @@ class Slowness:
         """It repeatedly takes `ratio` times as long as it should. Ignored if it has a factor: its answers correct
         that."""
         if device not in self.factor:
+            self._answers.pop(device, None)
             self._set(device, ratio)
 
-    def far_behind(self, device: int, ratio: float) -> None:
-        """It took more than `far` times the expected time, and more than any hitch longer. A device that does all the
-        work alone defines what is normal, so the comparison here is with the model itself."""
-        far = self._far.setdefault(device, [])
-        far.append(ratio)
-        if len(far) >= settings.NOW.answers:
-            self.typically(device, median(far))
-            far.clear()
-
     def answered(self, device: int, ratio: float) -> None:
-        """It took `ratio` times what its believed factor makes expected. Call only for devices that have a factor."""
+        """It took `ratio` times what its believed factor makes expected. Of devices without a factor, call only for
+        answers far too late: a device that does all the work alone defines what is normal, so they are compared with
+        the model itself."""
         answers = self._answers.setdefault(device, [])
         answers.append(ratio)
         if len(answers) < settings.NOW.answers:
@@ -56,16 +49,15 @@ class Slowness:
         typical = median(answers)
         answers.clear()
         self._judged_s.pop(device, None)
-        if 1 / settings.NOW.margin <= typical <= settings.NOW.margin:
-            return
-        self._set(device, max(1.0, self._believed.get(device, 1.0) * typical))
+        if not 1 / settings.NOW.margin <= typical <= settings.NOW.margin:
+            self._set(device, max(1.0, self._believed.get(device, 1.0) * typical))
 
     def _set(self, device: int, factor: float) -> None:
         self.factor[device] = min(MAX_RATE, factor)
         self._changed.add(device)
 
     def forget(self, device: int) -> None:
-        for table in (self.factor, self._answers, self._far, self._believed, self._judged_s):
+        for table in (self.factor, self._answers, self._believed, self._judged_s):
             table.pop(device, None)
         self._changed.discard(device)
 

@@ -51,7 +51,7 @@ class Job:
         return Work(self.boxes, done, np.array(self.device, np.int64)[done])
 
 
-NO_QUEUE: deque[tuple[int, int]] = deque(maxlen=0)
+NO_QUEUE: deque[Key] = deque(maxlen=0)
 
 
 @dataclass(slots=True)
@@ -59,9 +59,9 @@ class Device:
     credit_blocks: int
     memory_bytes: int
     round_trip_s: float
-    critical: deque[tuple[int, int]] = field(default_factory=deque)
-    deferred: deque[tuple[int, int]] = field(default_factory=deque)
-    in_flight: dict[tuple[int, int], float] = field(default_factory=dict)  # modelled time at which each answer leaves
+    critical: deque[Key] = field(default_factory=deque)
+    deferred: deque[Key] = field(default_factory=deque)
+    in_flight: dict[Key, float] = field(default_factory=dict)  # modelled time at which each answer leaves
     in_flight_bytes: int = 0
     kept_bytes: int = 0
     free: QueueTimes = field(
@@ -77,16 +77,11 @@ class Device:
     def gone(self) -> Device:
         """What is kept of a departed device for the results. It holds no blocks and must stay small: many devices may
         come and go."""
-        return Device(
-            self.credit_blocks,
-            self.memory_bytes,
-            self.round_trip_s,
-            NO_QUEUE,
-            NO_QUEUE,
-            {},
-            alive=False,
-            worked=self.worked,
-        )
+        claims = self.credit_blocks, self.memory_bytes, self.round_trip_s
+        return Device(*claims, NO_QUEUE, NO_QUEUE, alive=False, worked=self.worked)
+
+    def queue(self, critical: bool) -> deque[Key]:
+        return self.critical if critical else self.deferred
 
     def model_s(self, now_s: float) -> float:
         """Its position in modelled time: as far behind as its latest answer was, but not beyond its next answer."""
@@ -94,7 +89,7 @@ class Device:
             return now_s
         return min(now_s - self.late_s, next(iter(self.in_flight.values())) + self.round_trip_s)
 
-    def take(self, key: tuple[int, int], size_bytes: int, passage: Passage, now_s: float) -> float:
+    def take(self, key: Key, size_bytes: int, passage: Passage, now_s: float) -> float:
         """Send it this block now. Returns the modelled seconds until its answer leaves."""
         model_s = self.model_s(now_s)
         self.in_flight_bytes += size_bytes
@@ -102,7 +97,7 @@ class Device:
         self.in_flight[key] = through_s = self.free.send(passage, model_s)
         return through_s - model_s
 
-    def land(self, key: tuple[int, int], size_bytes: int, passage: Passage, answered_s: float | None) -> None:
+    def land(self, key: Key, size_bytes: int, passage: Passage, answered_s: float | None) -> None:
         """Take this block off it: answered at `answered_s`, or ended without an answer (None)."""
         self.in_flight_bytes -= size_bytes
         self.in_flight_s -= passage[0] + passage[1] + passage[2]
@@ -159,17 +154,11 @@ class State:
     jobs: dict[int, Job] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
     waiting: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # length of each device's queues
-    waiting_total: int = 0
     ahead: tuple[Level, ...] = ()  # levels still to be submitted before the pass ends
     more: bool = False  # of the latest submission
     losses: dict[int, int] = field(default_factory=dict)  # loss of devices -> blocks still to be recomputed
     orphans: list[Orphan] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # deferred jobs without blocks until the last level of the pass
-
-    def not_waiting(self, device: int) -> None:
-        """Nothing is queued for this device any more."""
-        self.waiting_total -= int(self.waiting[device])
-        self.waiting[device] = 0
 
     def owner(self, key: Key) -> int:
         return self.jobs[key[0]].device[key[1]]
@@ -225,18 +214,15 @@ class DeferredTeams:
 
     def hold(self, job: int, devices: Integers) -> None:
         """Keep these devices for this deferred job until it ends."""
-        self._of[job] = devices
-        self.busy = np.union1d(self.busy, devices)
+        self._set({**self._of, job: devices})
 
     def end(self, job: int) -> None:
-        if self._of.pop(job, None) is not None:
-            self._count()
+        if job in self._of:
+            self._set({other: team for other, team in self._of.items() if other != job})
 
     def left(self, devices: list[int]) -> None:
         """Their ids may be reused."""
-        if np.isin(self.busy, devices).any():
-            self._of = {job: team[~np.isin(team, devices)] for job, team in self._of.items()}
-            self._count()
+        self._set({job: team[~np.isin(team, devices)] for job, team in self._of.items()})
 
-    def _count(self) -> None:
-        self.busy = np.unique(np.concatenate(list(self._of.values()) or [NO_DEVICES]))
+    def _set(self, of: dict[int, Integers]) -> None:
+        self._of, self.busy = of, np.unique(np.concatenate([NO_DEVICES, *of.values()]))

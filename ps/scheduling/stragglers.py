@@ -13,6 +13,8 @@ ps/scheduling/beliefs.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ps.planning import settings as planning_settings
@@ -45,24 +47,20 @@ class Stragglers:
     def answered(self, device: int, job_id: int, ratio: float, expected_s: float) -> None:
         """A good answer: it certainly took `ratio` times as long as expected."""
         slowness, growing, now = self._beliefs.slowness, self._beliefs.newcomers.beliefs, settings.NOW
-        if device in slowness.factor:
+        far = ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s
+        if far or device in slowness.factor:
             slowness.answered(device, ratio)
-        elif ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s:
-            slowness.far_behind(device, ratio)
         if growing:
-            newcomers, relative = self._beliefs.newcomers, ratio / self._deadlines.usual(expected_s)
-            if device in growing:
-                newcomers.answered(device, job_id, relative)
-            else:
-                newcomers.known_answered(job_id, relative)
+            self._beliefs.newcomers.answered(device, job_id, ratio / self._deadlines.usual)
         self._standing.answered(device)
         self._state.devices[device].worked = self._answered = True
+        self._beliefs.new.discard(device)
         self._said_alone = False
 
-    def learn(self, ratios: list[float], certain: list[float], expected_s: list[float], devices: list[int]) -> None:
+    def learn(self, ratios: Sequence[float], certain: Sequence[float], devices: Sequence[int]) -> None:
         """All good answers of a turn: what is normal, and which devices are typically late. `ratios`: of the time until
         they were read, to the expected time; `certain`: the part of them that is not the server's own delay."""
-        self._deadlines.returned(ratios, expected_s, devices, certain)
+        self._deadlines.returned(ratios, devices, certain)
         for device, typical in self._deadlines.typical.take_found().items():
             if not self._beliefs.is_growing(device):
                 self._beliefs.slowness.typically(device, typical)
@@ -122,7 +120,7 @@ class Stragglers:
             if not idle:
                 due_s = max(due_s, self._state.now_s + (self._state.now_s - job.sent_s[block]))
             if due_s > self._state.now_s:
-                self._deadlines.postpone([(job_id, block)], [job.device[block]], due_s)
+                self._deadlines.postpone((job_id, block), job.device[block], due_s)
             else:
                 judged.append((job_id, block))
         return judged
@@ -141,29 +139,29 @@ class Stragglers:
 
     def _name(self, late: list[Key], suspects: list[int], turn: Turn, alone: bool = False) -> None:
         """Report devices that are alive and do not answer. `alone`: no other device can take their blocks."""
-        found: dict[int, tuple[float, float]] = {}
-        for job_id, block in late:
-            job = self._state.jobs[job_id]
-            device = job.device[block]
-            # it has never answered, or not since it was suspected
-            hangs = not self._state.devices[device].worked or self._standing.strikes.get(device, 0)
-            if device in suspects and hangs and device not in self._named:
-                found.setdefault(device, (self._state.now_s - job.sent_s[block], job.expected_s[block]))
+        hang = {  # they have never answered, or not since they were suspected
+            device
+            for device in set(suspects) - self._named
+            if not self._state.devices[device].worked or self._standing.strikes.get(device, 0)
+        }
+        found = [key for key in late if self._state.owner(key) in hang]
         if found:
-            self._named.update(found)
+            self._named |= hang
             self._said_alone |= alone
-            waited_s, expected_s = zip(*found.values(), strict=True)
-            turn.out.append(NameStragglers(list(found), list(waited_s), list(expected_s), alone))
+            self._report(found, turn, alone)
 
     def _say_alone(self, late: list[Key], turn: Turn) -> None:
         """Report that no device is left that answers: the wait for one is limited. Reported once, and again if one has
         answered since."""
         if not self._said_alone:
             self._said_alone = True
-            first = {self._state.owner(key): key for key in reversed(late)}
-            waited_s = [self._state.now_s - self._state.jobs[job].sent_s[block] for job, block in first.values()]
-            expected_s = [self._state.jobs[job].expected_s[block] for job, block in first.values()]
-            turn.out.append(NameStragglers(list(first), waited_s, expected_s, alone=True))
+            self._report(late, turn, alone=True)
+
+    def _report(self, late: list[Key], turn: Turn, alone: bool) -> None:
+        first = {self._state.owner(key): key for key in reversed(late)}  # of each device
+        waited_s = [self._state.now_s - self._state.jobs[job].sent_s[block] for job, block in first.values()]
+        expected_s = [self._state.jobs[job].expected_s[block] for job, block in first.values()]
+        turn.out.append(NameStragglers(list(first), waited_s, expected_s, alone))
 
     def _suspect(self, devices: list[int], turn: Turn) -> None:
         """Give these devices nothing new for a while, and their queued blocks to others."""
@@ -179,7 +177,7 @@ class Stragglers:
             record.critical.clear()
             record.deferred.clear()
             record.waiting.clear()
-            self._state.not_waiting(device)
+            self._state.waiting[device] = 0
         for job_id, block in waiting:
             self.given_up(job_id, block, turn)
         self._assignments.cut(waiting, turn)
@@ -220,7 +218,7 @@ class Stragglers:
         for block, begin, end in zip(late, begins[:-1].tolist(), begins[1:].tolist(), strict=True):
             self.copies.begin((job_id, block), list(range(begin, end)))
             again_s = self._state.now_s + max(settings.NOW.hitch_s, 2 * (self._state.now_s - job.sent_s[block]))
-            self._deadlines.postpone([(job_id, block)], [job.device[block]], again_s)
+            self._deadlines.postpone((job_id, block), job.device[block], again_s)
 
     def decided(self, job_id: int, block: int, turn: Turn) -> None:
         """This block was answered: if it was overdue, its copy ends; if it is a piece of a copy, the original does."""
@@ -270,15 +268,10 @@ class Stragglers:
         records, strikes = self._state.devices, self._standing.strikes
         busy = {device for plan in plans for device in plan.device.tolist()} | self._standing.suspects.keys()
         idle = [d for d in (*self._standing.unproven, *growing) if records[d].idle and d not in busy]
-        cold = self._deadlines.cold  # then a device that did not answer before would delay the product for long
-        idle = list(dict.fromkeys(d for d in idle if not (cold and d in strikes)))
+        # while too little is known, a device that did not answer before would delay the product for long
+        idle = list(dict.fromkeys(d for d in idle if not (self._deadlines.cold and d in strikes)))
         if not idle or question.critical == 0:
             return plans
-        self.distrust(idle)
+        self._beliefs.distrust(idle, self._standing.able, self._state.now_s)
         sized = self._beliefs.sized_for_probes(idle)
         return [with_trial_blocks(plans[0], question.requests[0].shape, sized, idle), *plans[1:]]
-
-    def distrust(self, devices: list[int]) -> None:
-        """New devices among these begin small, whatever they claim."""
-        worked = [self._state.devices[device].worked for device in devices]
-        self._beliefs.distrust(devices, self._standing.able, worked, self._state.now_s)

@@ -15,7 +15,7 @@ import numpy as np
 from emulator.model.fleet import uniform_fleet
 from ps.graph.models import model_config
 from ps.graph.products import step_products
-from ps.planning.packing import Rates, box
+from ps.planning.packing import packed, streaming_model
 from ps.planning.planner import Planner, without_the_lost
 from ps.planning.plans import Request, Shape
 
@@ -55,8 +55,8 @@ def _name(shape: Shape) -> str:
 
 
 def _tile_s(fleet: str, count: int, shape: Shape, passes: int) -> float:
-    rates = Rates.of(uniform_fleet(fleet, count, seed=0), shape.inner, BYTES_PER_VALUE)
-    return _median_s(lambda: box(rates, shape.batch, shape.rows, shape.columns), passes)
+    model = streaming_model(uniform_fleet(fleet, count, seed=0), shape.inner, BYTES_PER_VALUE)
+    return _median_s(lambda: packed((model, model), shape.batch, shape.rows, shape.columns), passes)
 
 
 def _plan_s(fleet: str, count: int, shape: Shape, passes: int) -> tuple[float, float]:

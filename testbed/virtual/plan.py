@@ -21,7 +21,8 @@ from rich.table import Table
 from agent.protocol.errors import UserError
 from agent.protocol.units import format_count, format_duration, format_size
 from emulator.model.fleet import UNIFORM, draw_fleet, uniform_fleet
-from ps.planning.packing import PackingError, Rates, Tiling, box
+from ps.planning.capacity import CostModel
+from ps.planning.packing import PackingError, Tiling, packed, streaming_model
 from ps.planning.plans import Shape
 from testbed.runs.scenario import load_scenario, scenario_names
 
@@ -76,20 +77,19 @@ def plan_product(
     shape: Shape, count: int, profiles: NDArray[np.void], bytes_per_value: int, server_bps: float | None
 ) -> Planned:
     begun = time.perf_counter()
-    rates = Rates.of(profiles, shape.inner, bytes_per_value)
+    model = streaming_model(profiles, shape.inner, bytes_per_value)
+    sides = shape.batch, shape.rows, shape.columns
     try:
-        best = _finish(
-            shape, count, box(rates, shape.batch, shape.rows, shape.columns), rates, bytes_per_value, server_bps
-        )
+        best = _finish(shape, count, packed((model, model), *sides), model, bytes_per_value, server_bps)
         if best.limit == "server":
             # fastest devices first; half as many devices need 0.7 of the bytes
-            ranking = np.argsort(-np.minimum(rates.perimeter_per_s**2, rates.cells_per_s), kind="stable")
+            ranking = np.argsort(np.maximum(model.wide[0] ** 2, model.cell[1]), kind="stable")
             fewer = len(ranking) // 2
             while fewer >= 1:
                 chosen = ranking[:fewer]
-                smaller = box(rates.take(chosen), shape.batch, shape.rows, shape.columns)
+                smaller = packed((model.take(chosen), model.take(chosen)), *sides)
                 moved = Tiling(smaller.boxes, chosen[smaller.owner], best.tiling.bound_s, smaller.makespan_s)
-                other = _finish(shape, count, moved, rates, bytes_per_value, server_bps)
+                other = _finish(shape, count, moved, model, bytes_per_value, server_bps)
                 if other.makespan_s >= best.makespan_s:
                     break
                 best, fewer = other, fewer // 2
@@ -100,7 +100,7 @@ def plan_product(
 
 
 def _finish(
-    shape: Shape, count: int, tiling: Tiling, rates: Rates, bytes_per_value: int, server_bps: float | None
+    shape: Shape, count: int, tiling: Tiling, model: CostModel, bytes_per_value: int, server_bps: float | None
 ) -> Planned:
     boxes = tiling.boxes
     bytes_down = bytes_per_value * shape.inner * int((boxes[:, 1] * (boxes[:, 3] + boxes[:, 5])).sum())
@@ -119,17 +119,17 @@ def _finish(
         devices=len(np.unique(tiling.owner)),
         bytes_down=bytes_down,
         bytes_up=bytes_up,
-        limit="server" if server_s > tiling.makespan_s else _limit(tiling, rates, shape),
+        limit="server" if server_s > tiling.makespan_s else _limit(tiling, model),
     )
 
 
-def _limit(tiling: Tiling, rates: Rates, shape: Shape) -> str:
+def _limit(tiling: Tiling, model: CostModel) -> str:
     """The bottleneck of most of the work."""
     boxes, owner = tiling.boxes, tiling.owner
     cells = boxes[:, 1] * boxes[:, 3] * boxes[:, 5]
-    down_s = boxes[:, 1] * (boxes[:, 3] + boxes[:, 5]) / rates.perimeter_per_s[owner]
-    other_s = cells / rates.cells_per_s[owner]
-    latency_s = rates.latency_s[owner]
+    down_s = boxes[:, 1] * (boxes[:, 3] + boxes[:, 5]) * model.wide[0][owner]
+    other_s = cells * model.cell[1][owner]
+    latency_s = model.fixed_s[owner]
     names = np.where(latency_s > np.maximum(down_s, other_s), 0, np.where(down_s >= other_s, 1, 2))
     weights = np.bincount(names, cells, 3)
     return ("latency", "downlink", "uplink or compute")[int(weights.argmax())]

@@ -25,7 +25,7 @@ from agent.protocol.errors import Failure, UserError
 from agent.protocol.units import format_count, format_duration, format_size
 from ps.planning.capacity import Areas
 from ps.planning.cost import BYTES
-from ps.planning.packing import Rates
+from ps.planning.packing import streaming_model
 from ps.planning.planner import Planner
 from ps.planning.plans import Shape
 from ps.transport.server import HEARTBEAT_S
@@ -210,8 +210,8 @@ def try_failure(
         raise Failure(f"the survivors of {failures} failures cannot do {shape}: none of them has the memory for it")
     recovered_s = max(product.accepted_s[block] for block in replaced)
     cells = sum(product.cells[block] for block in replaced)
-    survivors = Rates.of(np.delete(profiles, struck), shape.inner, BYTES)
-    least_s = Areas(survivors.cost_model(), shape.rows, shape.columns).span_s(cells)
+    survivors = streaming_model(np.delete(profiles, struck), shape.inner, BYTES)
+    least_s = Areas(survivors, shape.rows, shape.columns).span_s(cells)
     return recovered_s - detected_s, least_s, ended_s - undisturbed_s, cells, len(replaced), host_s
 
 

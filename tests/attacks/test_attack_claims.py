@@ -164,12 +164,12 @@ def test_a_newcomer_is_not_blamed_where_all_devices_take_longer_than_modelled() 
     newcomers = Newcomers()
     newcomers.begin(0, (1e9, 1e6, 1e6), times=1.0)
     for job in range(10):
-        newcomers.known_answered(job, 2.0)
+        newcomers.answered(1, job, 2.0)
         newcomers.answered(0, job, 2.1)
         newcomers.finished(job)
     assert newcomers.beliefs[0].times > 100
     before = newcomers.beliefs[0].times
-    newcomers.known_answered(10, 2.0)
+    newcomers.answered(1, 10, 2.0)
     newcomers.answered(0, 10, 4.0)
     newcomers.finished(10)
     assert newcomers.beliefs[0].times == before / 2, "it took twice as long as the others"

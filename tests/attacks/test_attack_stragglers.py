@@ -248,28 +248,28 @@ def judged(late: dict[int, float], devices: int = 50, rounds: int = 60) -> Deadl
         ratios = rng.uniform(0.9, 1.1, devices)
         for device, times in late.items():
             ratios[device] = times
-        deadlines.returned(ratios.tolist(), [1.0] * devices, list(range(devices)))
+        deadlines.returned(ratios.tolist(), list(range(devices)))
     return deadlines
 
 
 def test_a_device_with_two_percent_of_the_blocks_that_is_always_slightly_late_does_not_raise_the_margin() -> None:
-    honest = judged({}).margin(1.0)
+    honest = judged({}).margin
     for times in (1.3, 2.0, 3.0, 3.8, 10.0):
         deadlines = judged({7: times})
-        assert deadlines.margin(1.0) <= NOW.margin * NOW.outlier * 1.1, times
+        assert deadlines.margin <= NOW.margin * NOW.outlier * 1.1, times
         if times > 1.1 * NOW.outlier:
-            assert deadlines.margin(1.0) == pytest.approx(honest, rel=0.02)
+            assert deadlines.margin == pytest.approx(honest, rel=0.02)
             assert list(deadlines.typical.take_found()) == [7], "its profile is corrected"
 
 
 def test_a_device_that_always_answers_just_within_the_margin_raises_it_little() -> None:
     deadlines, rng = Deadlines(), np.random.default_rng(1)
     for _ in range(40 * (4 * NOW.enough) // 50):
-        margin = deadlines.margin(1.0)
+        margin = deadlines.margin
         ratios = rng.uniform(0.9, 1.1, 50)
         ratios[0] = 0.99 * margin if math.isfinite(margin) else 3.0
-        deadlines.returned(ratios.tolist(), [1.0] * 50, list(range(50)))
-    assert deadlines.margin(1.0) <= NOW.margin * NOW.outlier * 1.1
+        deadlines.returned(ratios.tolist(), list(range(50)))
+    assert deadlines.margin <= NOW.margin * NOW.outlier * 1.1
 
 
 @given(st.integers(8, 60), st.floats(1.0, 100.0), st.data())
@@ -279,10 +279,10 @@ def test_no_coalition_below_a_quarter_of_the_devices_decides_what_is_normal(
     most = math.ceil(NOW.minority * devices) - 1
     chosen = data.draw(st.sets(st.integers(0, devices - 1), max_size=most))
     deadlines = judged(dict.fromkeys(chosen, times), devices, rounds=3 + 3 * (NOW.enough + (4 * NOW.enough)) // devices)
-    assert deadlines.margin(1.0) <= NOW.margin * NOW.outlier * 1.1 + 1e-9
+    assert deadlines.margin <= NOW.margin * NOW.outlier * 1.1 + 1e-9
 
 
 def test_if_all_devices_are_late_none_counts_as_late() -> None:
     deadlines = judged(dict.fromkeys(range(50), 3.0))
-    assert deadlines.margin(1.0) == pytest.approx(3.0 * NOW.margin)
+    assert deadlines.margin == pytest.approx(3.0 * NOW.margin)
     assert not deadlines.typical.take_found()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE, Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
-from ps.planning.packing import PackingError, Rates, Tiling, box
+from ps.planning.packing import PackingError, Tiling, packed, streaming_model
 from ps.planning.plans import Shape
 
 TOKENS = 128 * 1024
@@ -65,7 +65,8 @@ def recomputed_s(tiling: Tiling, shape: Shape, profiles: NDArray[np.void], value
 
 
 def solved(shape: Shape, profiles: NDArray[np.void], value_bytes: int = 2) -> Tiling:
-    return box(Rates.of(profiles, shape.inner, value_bytes), shape.batch, shape.rows, shape.columns)
+    model = streaming_model(profiles, shape.inner, value_bytes)
+    return packed((model, model), shape.batch, shape.rows, shape.columns)
 
 
 def powers(low: float, high: float) -> st.SearchStrategy[float]:

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.protocol.profile import Profile, pack_profiles
-from ps.planning.cost import Passage, QueueTimes, after, alone_s
-from ps.planning.pipeline import queue_seconds
+from ps.planning.cost import Passage, QueueTimes, after, alone_s, queue_seconds
 from ps.planning.plans import Shape
 from ps.planning.settings import NOW
 from ps.planning.sharing import shared
@@ -91,7 +90,7 @@ def test_no_device_ends_much_later_than_necessary_and_idle_devices_do_most() -> 
     lost = [np.array([0, 1, 0, 800, 0, 800])]
     boxes, owner, _ = shared(lost, shape.inner, table, busy_s, busy_s, 10.0, 64)
     sides = boxes[:, 3] + boxes[:, 5]
-    down_s, compute_s, up_s = queue_seconds(table, owner, shape, 1, boxes[:, 3], boxes[:, 5], sides)
+    down_s, compute_s, up_s = queue_seconds(table, owner, shape.inner, 1, boxes[:, 3], boxes[:, 5], sides)
     ends_s = busy_s[0][owner] + np.bincount(owner, down_s + compute_s + up_s, 20)[owner]
     assert ends_s.max() <= 1.2 * NOW.later * 10.0
     assert set(owner.tolist()) <= set(range(10, 20)), "the busy ones would return it later"
