@@ -117,7 +117,8 @@ class Deadlines:
         self._heap: list[tuple[float, int, int, list[tuple[float, int, Key]]]] = []
         self._sequence = itertools.count()
         self._unjudged: list[tuple[Key, int, float, float]] = []  # sent before the margin was known
-        self._quickest = 1.0  # smallest ratio of actual to expected time so far
+        self._quickest = 1.0  # smallest ratio of actual to expected time so far ...
+        self._slowest = 0.0  # ... and the largest
 
     @property
     def cold(self) -> bool:
@@ -131,7 +132,7 @@ class Deadlines:
         allowed: dict[float, float] = {}  # blocks of one product often have the same expected time
         for seconds in expected_s:
             if seconds not in allowed:
-                allowed[seconds] = now_s + self.allowed_s(seconds)
+                allowed[seconds] = now_s + min(self.allowed_s(seconds), self.proven_s(seconds))
         self._push(sorted(zip(map(allowed.__getitem__, expected_s), devices, keys, strict=True)))
 
     def allowed_s(self, expected_s: float) -> float:
@@ -140,6 +141,15 @@ class Deadlines:
         if self.cold:
             return max(1.0, self._quickest) * settings.NOW.far * expected_s + settings.NOW.hitch_s
         return self.margin(expected_s) * expected_s
+
+    def proven_s(self, expected_s: float) -> float:
+        """How long such a block took at most on the devices that have answered, with the same allowances; infinity
+        unless all of them were far faster than expected. Then what is expected follows from false claims: that a
+        device is very slow, and so that a typical one is."""
+        few = self._all.known < settings.NOW.answers
+        if not self.cold or few or self._slowest > 1 / settings.NOW.far:
+            return float("inf")
+        return settings.NOW.far * self._slowest * expected_s + settings.NOW.hitch_s
 
     def postpone(self, keys: Sequence[Key], devices: Sequence[int], until_s: float) -> None:
         """Give these overdue blocks until `until_s`."""
@@ -188,9 +198,13 @@ class Deadlines:
             if normal.margin < float("inf"):
                 self.typical.add(whose, owned, normal.most)
             normal.add(of_length, whose)
+        few = self._all.known < settings.NOW.answers
         if ratios and self.cold:
             self._quickest = min(ratios) if not self._all.known else min(self._quickest, *ratios)
+            self._slowest = max(self._slowest, *ratios)
         self._all.add(ratios, devices)
+        if few and self.proven_s(0.0) < float("inf"):
+            self._push(sorted((at_s + self.proven_s(s), device, key) for key, device, at_s, s in self._unjudged))
         if self._unjudged and not self.cold:
             together: dict[float, list[tuple[Key, int, float]]] = {}
             for key, device, now_s, seconds in self._unjudged:
