@@ -32,6 +32,9 @@ HANDSHAKES = (
     20.0,
     1.0,
 )  # per key: burst, per second; an agent reconnects after half a second, then less often
+# Share of the server's time that a key, or all clients of this machine, may cost with messages that are discarded: for
+# the rest of the time they are not let in again. And how long that lasts at most.
+DISCARDED_SHARE, MOST_SHUT_OUT_S = 0.1, 60.0
 LINES = 200  # most refusals logged per run
 LOCAL, ENCRYPTED = b"local", b"encrypted"  # ZAP domains of the endpoints
 NOT_WRITTEN = Refusal("the server cannot record new devices at present; try again in a moment")
@@ -93,6 +96,7 @@ class ConnectionAdmission:
         self._access_list: AccessList | None = None
         self._allowed: frozenset[str] = frozenset()  # keys that may connect, according to that list
         self._handshakes: dict[str, Budget] = {}  # by key; enrolled keys only
+        self._shut_out: dict[str, float] = {}  # keys, and "" for this machine -> until when
         self.trusted: dict[str, Enrolled] = {}  # keys of this run only
 
     def trust(self, key: str, name: str, devices: int) -> None:
@@ -110,6 +114,8 @@ class ConnectionAdmission:
                 if whose is None:
                     self._refusals.refuse("", "a connection", "it has no ticket from the entrance")
                     return None
+                if whose != POD:
+                    self._mind_shut_out("")
                 return self._user("r" if whose == POD else "t")
             case [b"encrypted", b"CURVE", [raw]]:
                 key = z85.encode(raw).decode()
@@ -122,10 +128,25 @@ class ConnectionAdmission:
     def _count_handshake(self, key: str) -> None:
         """Limit handshakes per key: each makes a connection that may stay silent for seconds, under a routing id that
         the client may choose."""
+        self._mind_shut_out(key)
         now_s = self._monotonic_s()
         budget = self._handshakes.setdefault(key, Budget.full(*HANDSHAKES, now_s))
         if key not in self.trusted and not budget.take(1, now_s):
             self._refusals.refuse(key, "a connection", "it connects too often")
+            raise TooOften
+
+    def charge(self, caller: Caller, seconds: float) -> float:
+        """For the server's thread: this caller's messages have cost it that much time for nothing. Returns for how long
+        its key, or this machine, gets no new connection."""
+        if caller.of_the_run:
+            return 0.0
+        lasts_s = min(MOST_SHUT_OUT_S, seconds / DISCARDED_SHARE)
+        now_s = self._monotonic_s()
+        self._shut_out[caller.key] = max(self._shut_out.get(caller.key, 0.0), now_s + lasts_s)
+        return lasts_s
+
+    def _mind_shut_out(self, key: str) -> None:
+        if self._monotonic_s() < self._shut_out.get(key, 0.0):
             raise TooOften
 
     def entrance_user_id(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:

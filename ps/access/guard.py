@@ -33,7 +33,8 @@ MOST_SILENT, SILENT_S = 8, 0.25
 PASSWORD_BYTES = 100  # a greeting and a password take more
 STALLED_S = 30.0  # longest wait for a connection whose JOIN may be unread because the server's thread is busy
 FIRST_BYTES = 1 << 20  # per connection, before its first message has been read
-CROWDED_BYTES = 1 << 17  # the same, if there are many connections; joining takes up to 96 KiB
+# The same, if there are many connections, or one has sent too many frames; joining takes up to 96 KiB
+CROWDED_BYTES = 1 << 17
 MORE_BYTES = 9 << 20  # after each message of a connection that measures its link before joining: one more, encrypted
 ALL_BYTES = 24 << 20  # unread bytes of all connections that have not joined; beyond this the largest are cut
 MEASURING, MEASURING_LOCALLY = 1, 2  # newest connections per key, and on this machine, that may measure (1-2 s each)
@@ -82,6 +83,7 @@ class Guard:
         self.local_port = 0  # where local devices connect with tickets
         self.enrolled = 0  # enrolled devices that may come at once
         self.all_read_s = self._outside.now_s()  # when the server's thread had last read everything
+        self._wary_until_s = 0.0  # until then, new connections have fewer bytes
         self._let_in_s: deque[float] = deque(maxlen=MOST_LET_IN)
         self._lock = threading.Lock()
         self._unjoined = PendingConnections(UNJOINED)
@@ -148,15 +150,27 @@ class Guard:
             if self._peer.get(descriptor) == address:
                 self._come(descriptor, str(held.address[0]), self._outside.bytes_received(descriptor), FIRST_BYTES)
 
-    def cut(self, descriptor: int, address: Address | None) -> None:
-        """Cut the connection soon, unless devices have joined over it by then."""
+    def cut(self, descriptor: int, address: Address | None, at_once: bool = False) -> None:
+        """Cut the connection soon, unless devices have joined over it by then. `at_once`: its last message need not
+        reach it."""
         with self._lock:
             if (
                 address is not None
                 and descriptor not in self._joined
                 and self._outside.other_end(descriptor) == address
             ):
-                self._cut_s.setdefault(descriptor, (self._outside.now_s() + LATER_S, address))
+                now_s = self._outside.now_s()
+                if at_once:
+                    self._cut_s[descriptor] = now_s, address
+                self._cut_s.setdefault(descriptor, (now_s + LATER_S, address))
+
+    def be_wary(self, seconds: float) -> None:
+        """A connection has sent what costs most per byte: for a while, all that are new have few bytes."""
+        with self._lock:
+            self._wary_until_s = max(self._wary_until_s, self._outside.now_s() + seconds)
+            for quota in self._quotas.values():
+                if not quota.read_bytes:
+                    quota.most_bytes = min(quota.most_bytes, CROWDED_BYTES)
 
     # ---- the entrance's thread
 
@@ -202,7 +216,7 @@ class Guard:
             self._peer[descriptor] = peer
             held = self._joined.get(descriptor)
             if held is None or held.address != peer:  # devices may join before ZeroMQ reports the connection
-                few = len(self._unjoined) < self._unjoined.limits.most
+                few = len(self._unjoined) < self._unjoined.limits.most and self._outside.now_s() >= self._wary_until_s
                 self._come(descriptor, str(peer[0]), 0, FIRST_BYTES if few else CROWDED_BYTES)
                 if self.local_port and self._outside.local_port(descriptor) == self.local_port:
                     self._silent_s[descriptor] = self._outside.now_s()

@@ -101,7 +101,8 @@ class Deadlines:
         if self.cold:
             self._unjudged += [(key, d, now_s, s) for key, d, s in zip(keys, devices, expected_s, strict=True)]
         for key, device, seconds in zip(keys, devices, expected_s, strict=True):
-            heapq.heappush(self._heap, (now_s + self.allowed_s(seconds), device, key))
+            due_s = now_s + min(self.allowed_s(seconds), self.proven_s(seconds))
+            heapq.heappush(self._heap, (due_s, device, key))
 
     def allowed_s(self, expected_s: float) -> float:
         """How long a block with this expected time may take. If even the quickest block so far took several times what
@@ -110,6 +111,17 @@ class Deadlines:
             quickest = min(self._ratios, default=1.0)
             return max(1.0, quickest) * settings.NOW.far * expected_s + settings.NOW.hitch_s
         return self.margin * expected_s
+
+    def proven_s(self, expected_s: float) -> float:
+        """How long such a block took at most on the devices that have answered, with the same allowances; infinity
+        unless all of them were far faster than expected. Then what is expected follows from false claims: that a
+        device is very slow, and so that a typical one is."""
+        if not self.cold or len(self._ratios) < settings.NOW.answers:
+            return float("inf")
+        slowest = max(self._ratios)
+        if slowest > 1 / settings.NOW.far:
+            return float("inf")
+        return settings.NOW.far * slowest * expected_s + settings.NOW.hitch_s
 
     def postpone(self, key: Key, device: int, until_s: float) -> None:
         """Give this overdue block until `until_s`."""
@@ -125,8 +137,12 @@ class Deadlines:
         cold, now = self.cold, settings.NOW
         if not cold:
             self.typical.add(devices, certain if certain is not None else ratios, self._most)
+        few = len(self._ratios) < now.answers
         self._ratios.extend(ratios)
         self._devices.extend(devices)
+        if few and self.proven_s(0.0) < float("inf"):
+            for key, device, sent_s, expected_s in self._unjudged:
+                heapq.heappush(self._heap, (sent_s + self.proven_s(expected_s), device, key))
         self._fresh += len(ratios)
         if self._fresh < (now.enough if cold else 4 * now.enough):
             return

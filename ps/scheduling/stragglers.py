@@ -83,7 +83,7 @@ class Stragglers:
             if key in self.copies:  # its copy began long ago; the pieces may wait for room that it takes
                 self._pieces_win(*key, turn)
         late = [key for key in late if key not in self.copies and self._state.in_flight(key)]
-        late = self._cold(late, turn) if self._deadlines.cold else late
+        late, early = self._cold(late, turn) if self._deadlines.cold else (late, [])
         owners = [self._state.owner(key) for key in late]
         suspects: list[int] = []
         for device in dict.fromkeys(owners):
@@ -105,25 +105,38 @@ class Stragglers:
                 jobs.setdefault(job_id, []).append(block)
         for job_id, blocks in jobs.items():
             self._copy(job_id, blocks, turn)
+        for job_id, block in early:
+            if (job_id, block) not in self.copies and self._state.in_flight((job_id, block)):
+                self._copy(job_id, [block], turn, worked=True)
 
-    def _cold(self, late: list[Key], turn: Turn) -> list[Key]:
+    def _cold(self, late: list[Key], turn: Turn) -> tuple[list[Key], list[Key]]:
         """`late` without the blocks that may take longer, given what is known now. While no device has ever answered,
-        all may be slow: late blocks are then copied only if some device is idle, and otherwise get twice the time."""
-        judged = []
+        all may be slow: late blocks are then copied only if some device is idle, and otherwise get twice the time.
+        Second, those that are in time, but for which a device is idle that has proved to be far faster than believed:
+        they are copied, and nobody is suspected."""
+        judged, early = [], []
+        now_s, records = self._state.now_s, self._state.devices
+        fast = [d for d in self._standing.able.tolist() if records[d].worked and records[d].idle]
         candidates = (*self._standing.able.tolist(), *self._standing.unproven)
         idle = self._answered or any(self._state.devices[device].idle for device in candidates)
         if not idle:
             self._name(late, [self._state.owner(key) for key in late], turn, alone=True)
         for job_id, block in late:
             job = self._state.jobs[job_id]
-            due_s = job.sent_s[block] + self._deadlines.allowed_s(max(job.expected_s[block], job.patience_s[block]))
+            expected_s = max(job.expected_s[block], job.patience_s[block])
+            due_s = job.sent_s[block] + self._deadlines.allowed_s(expected_s)
+            if due_s > now_s and (proven_s := self._deadlines.proven_s(expected_s)) < float("inf"):
+                if now_s >= job.sent_s[block] + proven_s and fast and fast != [job.device[block]]:
+                    early.append((job_id, block))
+                    continue
+                due_s = min(due_s, max(job.sent_s[block] + proven_s, now_s + settings.NOW.hitch_s))
             if not idle:
                 due_s = max(due_s, self._state.now_s + (self._state.now_s - job.sent_s[block]))
             if due_s > self._state.now_s:
                 self._deadlines.postpone((job_id, block), job.device[block], due_s)
             else:
                 judged.append((job_id, block))
-        return judged
+        return judged, early
 
     def _suspicious(self, device: int, suspects: int) -> bool:
         """Whether a late device becomes a suspect, given the number of suspects. If many are late at once, the cause
@@ -182,16 +195,23 @@ class Stragglers:
             self.given_up(job_id, block, turn)
         self._assignments.cut(waiting, turn)
 
-    def _copy(self, job_id: int, late: list[int], turn: Turn) -> None:
+    def _copy(self, job_id: int, late: list[int], turn: Turn, worked: bool = False) -> None:
         """Start speculative copies of overdue blocks, cut over the devices that would finish them soonest. The
-        originals go on: the first answer decides."""
+        originals go on: the first answer decides. `worked`: only over devices that have answered before."""
         job = self._state.jobs[job_id]
         for block in late:
             if (earlier := self.copies.block_of((job_id, block))) is not None:
                 self._pieces_win(job_id, earlier, turn)  # a piece of its copy is overdue as well: drop the original
         devices = [job.device[block] for block in late]
         most = planning_settings.NOW.most_pieces  # copies over more devices cost more work than they save
-        made = self._assignments.recut(job, [job.boxes[block] for block in late], most, avoid=devices)
+        able, records = self._standing.able.tolist(), self._state.devices
+        avoid = devices + [d for d in able if not records[d].worked] if worked else devices
+        made = self._assignments.recut(job, [job.boxes[block] for block in late], most, avoid=avoid)
+        if made is None and worked:  # they are in time: try again later
+            again_s = self._state.now_s + settings.NOW.hitch_s
+            for block, device in zip(late, devices, strict=True):
+                self._deadlines.postpone((job_id, block), device, again_s)
+            return
         if made is None and len(set(devices)) > 1:  # all are late: copy to each other
             of_device: dict[int, list[int]] = {}
             for block, device in zip(late, devices, strict=True):

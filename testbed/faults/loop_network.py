@@ -163,6 +163,7 @@ class Router:
         self._network = network
         self.read = 0  # messages since the start
         self._ready: list[Connection] = []  # connections with unread messages
+        self._rest: deque[Frame] = deque()  # of the message that is being received
         self._own: deque[tuple[bytes, bytes]] = deque()  # from within the process: name, message
         self._sending: tuple[Connection, list[Any]] | None = None
         self.monitor = Monitor()
@@ -185,7 +186,20 @@ class Router:
     def poll(self, _: int) -> bool:
         return bool(self)
 
-    def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[Any]:
+    def recv_multipart(self) -> list[Any]:
+        name, *frames = self._received()
+        return [name.bytes, *frames]
+
+    def recv(self, flags: int = 0, copy: bool = True) -> Frame:
+        """The next frame; the rest of its message comes first."""
+        if not self._rest:
+            first, *frames = self._received()
+            self._rest.extend([first, *map(Frame, frames)])
+        frame = self._rest.popleft()
+        frame.more = bool(self._rest)
+        return frame
+
+    def _received(self) -> list[Any]:
         self._network.step(RECEIVE)
         choice = self._network.dice.randrange(len(self._ready) + len(self._own)) if self else -1
         if choice < 0:
@@ -205,7 +219,7 @@ class Router:
                 self._network.seen["messages that overtook others"] += 1
             first = Frame(connection.name)
             first.connection = connection
-        return [name, *frames] if copy else [first, *map(zmq.Frame, frames)]
+        return [first, *frames]
 
     def send(self, frame: Any, flags: int = 0, copy: bool = True, track: bool = False) -> None:
         if self._sending is None:

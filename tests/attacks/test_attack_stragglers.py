@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from agent.protocol.wire import Heartbeat
 from ps.planning.planner import Planner
 from ps.planning.plans import Shape
 from ps.scheduling.deadlines import Deadlines
+from ps.scheduling.events import NameStragglers
 from ps.scheduling.settings import NOW
 from testbed.faults.chaos import replay
 from testbed.faults.chaos_world import COMMON
@@ -139,15 +141,41 @@ def test_an_honest_newcomer_with_a_high_latency_costs_the_others_nothing() -> No
     assert seconds_of([*[near] * 12, far]) <= 1.01 * seconds_of([near] * 12)
 
 
-def finish(fleet: VirtualFleet, work: Work) -> None:
-    """Advance the clock until the product is done."""
+@pytest.mark.parametrize(("honest", "silent"), [(1, 1), (1, 2), (2, 3), (9, 4)])
+@pytest.mark.parametrize(
+    "claim", [Profile(1.0, 0.0, 1.0, 1.0, 0.0, 1 << 30, 16), Profile(1e6, 0, 1e5, 1e5, 0, 1 << 30, 16)]
+)
+def test_silent_newcomers_that_claim_to_be_very_slow_do_not_set_the_pace(
+    claim: Profile, honest: int, silent: int
+) -> None:
+    """A typical device is then as slow as they claim, and their blocks were due after hours."""
+    near = Profile(5e9, 1e-4, 5e7, 2e7, 0.01, 1 << 34, 16)
+    fleet = VirtualFleet(pack_profiles([*[claim] * silent, *[near] * honest]))
+    fleet.join(honest + silent, newcomers=True)
+    for job in range(3):
+        finish(fleet, Work(job, Shape(1, 512, 128, 384)), silent=range(silent))
+    assert fleet.now_s < 30.0
+
+
+def test_an_honest_slow_newcomer_beside_a_fast_one_is_not_named() -> None:
+    slow, fast = Profile(1e9, 1e-4, 2e6, 1e6, 0.01, 1 << 34, 16), Profile(2e11, 1e-4, 1e9, 1e9, 0.01, 1 << 34, 16)
+    fleet = VirtualFleet(pack_profiles([slow, fast]))
+    fleet.join(2, newcomers=True)
+    for job in range(3):
+        assert not finish(fleet, Work(job, Shape(1, 1024, 512, 1024)))
+
+
+def finish(fleet: VirtualFleet, work: Work, silent: Collection[int] = ()) -> list[NameStragglers]:
+    """Advance the clock until the product is done. Returns who was said not to answer."""
     outcome, due = fleet.submit([work]), dict[tuple[int, int, int], float]()
+    named: list[NameStragglers] = []
     while True:
-        due |= {sent.key: sent.due_s for sent in outcome.sent}
+        named += outcome.named
+        due |= {sent.key: sent.due_s if sent.key[0] not in silent else math.inf for sent in outcome.sent}
         for key in outcome.cancelled:
             due.pop(key, None)
         if work.job in outcome.finished:
-            return
+            return named
         key = min(due, key=due.__getitem__)
         if due[key] > fleet.next_look_s:
             fleet.now_s = max(fleet.now_s, fleet.next_look_s)

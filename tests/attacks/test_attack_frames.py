@@ -1,0 +1,122 @@
+"""Attack: messages of very many frames. A frame may be two bytes long, and each costs its receiver far more.
+
+The clients are on this machine and have a ticket: no uninvited client elsewhere can send a message at all.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+from processes import Multiplication, grid, pod
+
+from agent.identity.keys import Password
+from agent.protocol.entrance import enter
+from agent.protocol.profile import Profile, pack_profiles
+from agent.protocol.wire import Join, encode
+from ps.transport.receiving import READING_S
+from ps.transport.server import Server
+
+if TYPE_CHECKING:
+    from conftest import Serve, Start, Until
+
+FRAMES = 200_000  # 400 KB
+EMPTY, LAST = b"\x01\x00", b"\x00\x00"
+
+
+class Line:
+    """A raw connection that has got through ZMTP's handshake."""
+
+    def __init__(self, server: Server) -> None:
+        with zmq.Context() as context:
+            where, credentials = enter(context, server.address, "test")
+        assert isinstance(credentials, Password)
+        host, _, port = where.removeprefix("tcp://").rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=10.0)
+        self.socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32))
+        secret = credentials.text.encode()
+        self.command(b"\x05HELLO\x06device" + bytes([len(secret)]) + secret)
+        self.hears(b"WELCOME")
+        self.command(b"\x08INITIATE\x0bSocket-Type\x00\x00\x00\x06DEALER")
+
+    def command(self, body: bytes) -> None:
+        self.socket.sendall(b"\x04" + bytes([len(body)]) + body)
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.sendall(
+            b"".join(
+                bytes([2 | (index + 1 < len(frames))]) + len(part).to_bytes(8, "big") + part
+                for index, part in enumerate(frames)
+            )
+        )
+
+    def send_frames(self, count: int) -> None:
+        self.socket.sendall(EMPTY * (count - 1) + LAST)
+
+    def hears(self, text: bytes) -> None:
+        heard = b""
+        while text not in heard:
+            data = self.socket.recv(4096)
+            assert data, f"cut before {text!r}"
+            heard += data
+
+    @property
+    def cut(self) -> bool:
+        try:
+            while self.socket.recv(4096):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+
+JOIN = [bytes(f) for f in encode(Join(pack_profiles([Profile(1e12, 0.0, 1e12, 1e12, 0.0, 2**40, 9)]), ["evil"], {}))]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_message_of_very_many_frames_is_not_kept_and_holds_up_nobody(
+    joined: bool, start: Start, serve: Serve, until: Until
+) -> None:
+    """Read as a whole it took one turn of a second and 60 MiB."""
+    server = serve()
+    pod(start, server, 4)
+    Multiplication(server, (1, 96, 32, 96)).check()
+    line = Line(server)
+    if joined:
+        line.send(*JOIN)
+        line.hears(b"heartbeat_s")
+    before = server.totals.dropped_messages
+    server.totals.longest_turn_s = 0.0
+    line.send_frames(FRAMES)
+    until(lambda: server.totals.dropped_messages > before, "the message is refused")
+    for seed in range(3):
+        Multiplication(server, (1, 96, 32, 96), grid(96, 96, 24, [0, 1, 2, 3]), seed=seed).check()
+    assert line.cut
+    assert server.totals.longest_turn_s < 10 * READING_S
+    assert server.devices == 4
+    line.socket.close()
+
+
+@pytest.mark.slow
+def test_clients_of_this_machine_pay_for_frames_that_are_discarded(serve: Serve, until: Until) -> None:
+    """Otherwise ticket after ticket, 100 per second, would keep the server's thread busy."""
+    server = serve()
+    line = Line(server)
+    line.send_frames(FRAMES)
+    assert line.cut
+
+    def gets_in() -> bool:
+        try:
+            Line(server).socket.close()
+        except (AssertionError, OSError):
+            return False
+        return True
+
+    until(lambda: not gets_in(), "clients of this machine are shut out")
+    until(gets_in, "they are let in again")
