@@ -361,17 +361,17 @@ def test_a_server_hands_out_only_signed_releases_with_rising_numbers(tmp_path: P
 
 @pytest.mark.slow
 def test_the_commands_lead_from_a_key_to_an_invitation(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_light: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLEAVE_STATE", str(tmp_path / "state"))
     key, out = str(tmp_path / "key"), tmp_path / "out"
 
     def cleave(*words: str) -> str:
-        program = start("cleave", *words)
+        program = start_light("cleave", *words)
         assert program.wait() == 0, program.output
         return program.output
 
-    refused = start("cleave", "release", "keygen", "--out", str(tmp_path / "state" / "key"))
+    refused = start_light("cleave", "release", "keygen", "--out", str(tmp_path / "state" / "key"))
     assert refused.wait() == 2
     assert "the key belongs elsewhere" in refused.output
     cleave("release", "keygen", "--out", key)
@@ -385,7 +385,7 @@ def test_the_commands_lead_from_a_key_to_an_invitation(
     invited = json.loads(cleave("invite", "--address", "192.0.2.7:5555", "--format", "json"))
     assert parse_link(invited["link"]).signer == read_signer(f"{key}.pub")
     (out / "agent.zip").write_bytes(b"changed")
-    wrong = start("cleave", "release", "verify", str(out / "agent.zip"))
+    wrong = start_light("cleave", "release", "verify", str(out / "agent.zip"))
     assert wrong.wait() == 2
     assert "wrong checksum" in wrong.output
 

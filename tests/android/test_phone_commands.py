@@ -25,8 +25,6 @@ from testbed.access.signing import SigningKey, sign_bundle
 if TYPE_CHECKING:
     from conftest import Serve, Start
 
-CLEAVE = "from testbed.commands.cli import main; main()"
-
 
 @pytest.fixture
 def access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AccessFile:
@@ -51,14 +49,14 @@ def termux(tmp_path: Path) -> Iterator[Termux]:
 
 @pytest.mark.slow
 def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
-    start: Start, guarded: Server, access: AccessFile, termux: Termux
+    start_light: Start, guarded: Server, access: AccessFile, termux: Termux
 ) -> None:
     port = str(free_port())
-    invite = start("-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1", "--port", port)
+    invite = start_light("cleave", "phones", "invite", "--address", "127.0.0.1", "--port", port)
     command = invite.expect("curl -fsSO ")
     invite.expect("until Ctrl-C")
-    again = start(
-        "-c", CLEAVE, "phones", "invite", "--address", "127.0.0.1:5555", "--port", port
+    again = start_light(
+        "cleave", "phones", "invite", "--address", "127.0.0.1:5555", "--port", port
     )  # for an address elsewhere
     assert again.wait() == 0
     assert "from a server that runs already" in again.output
@@ -79,15 +77,15 @@ def test_the_pasted_command_of_an_invitation_brings_a_phone_into_the_run(
     assert termux.ours() == []
 
 
-def test_an_invitation_without_a_server_says_so(start: Start, access: AccessFile) -> None:
-    invite = start("-c", CLEAVE, "phones", "invite", "--port", str(free_port()))
+def test_an_invitation_without_a_server_says_so(start_light: Start, access: AccessFile) -> None:
+    invite = start_light("cleave", "phones", "invite", "--port", str(free_port()))
     assert invite.wait() == 2
     assert invite.output.startswith("cleave: no server listens for invited devices; start one with")
 
 
 @pytest.mark.slow
 def test_phones_on_adb_are_listed_in_a_table(
-    start: Start, access: AccessFile, termux: Termux, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_light: Start, access: AccessFile, termux: Termux, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adb = tmp_path / "adb"
     adb.write_text(f"#!{sys.executable} -IS\n{(ROOT / 'tests/helpers/adb_standin.py').read_text()}")
@@ -96,13 +94,13 @@ def test_phones_on_adb_are_listed_in_a_table(
     phones = {"2A041FDH200ABC": phone, "R58N123ABCD": {"state": "unauthorized"}}
     (tmp_path / "phones.json").write_text(json.dumps(phones))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    listed = start("-c", CLEAVE, "phones", "list", "--format", "json")
+    listed = start_light("cleave", "phones", "list", "--format", "json")
     assert listed.wait() == 1  # not all phones work
     first, second = json.loads(listed.output)
     assert (first["model"], first["android"], first["soc"], first["ram"]) == ("Pixel 7", "14", "Tensor G2", "7.97 GB")
     assert (first["battery"], first["state"]) == ("85%, charging", "no agent: cleave phones start")
     assert "accept 'Allow USB debugging?'" in second["state"]
-    nowhere = start("-c", CLEAVE, "phones", "start")
+    nowhere = start_light("cleave", "phones", "start")
     assert nowhere.wait() == 2
     assert "--server-port 5555" in nowhere.output
 

@@ -376,12 +376,12 @@ def test_a_revoked_phone_cannot_return_with_a_fresh_key_and_the_same_token() -> 
     ],
 )
 def test_revoking_a_device_says_what_becomes_of_its_invitation(
-    access: AccessFile, start: Start, options: tuple[str, ...], words: str, state: str
+    access: AccessFile, start_light: Start, options: tuple[str, ...], words: str, state: str
 ) -> None:
     link = parse_link(new_invitation(access, 2, DAY_S, ["192.0.2.7:5555"]).link)
     access.change(lambda book: admit(book, "k" * 40, link.token, "phone", time.time()))
     folder = str(access.path.parent)
-    revoke = start("cleave", "devices", "revoke", "phone", "--state", folder, *options)
+    revoke = start_light("cleave", "devices", "revoke", "phone", "--state", folder, *options)
     assert revoke.wait() == 0
     assert words in revoke.output
     assert access.read().invitations[0].state(time.time()) == state

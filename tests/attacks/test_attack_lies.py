@@ -143,13 +143,19 @@ def test_a_lie_as_small_as_rounding_does_nothing(truth: list[float]) -> None:
     assert not result["honest_accused"]
 
 
+@pytest.fixture(scope="module")
+def truth_of_gpt2() -> list[float]:
+    return Training(GPT2).run(exactly, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [8, 11])
-def test_a_coalition_that_pushes_the_cell_nearest_zero_of_each_block_is_found(levels: int) -> None:
+def test_a_coalition_that_pushes_the_cell_nearest_zero_of_each_block_is_found(
+    truth_of_gpt2: list[float], levels: int
+) -> None:
     """Below the limit of a single cell it moved the loss by 1.4e-5, and 0 to 13 of 25 liars were found."""
-    training = Training(GPT2)
-    steps = 4
-    moved = run(training, f"nearest to zero of a block off by {levels} levels", 25, training.run(exactly, steps), steps)
+    kind = f"nearest to zero of a block off by {levels} levels"
+    moved = run(Training(GPT2), kind, 25, truth_of_gpt2, steps=4)
     assert moved["found"] >= (25 if levels > 10 else 15)
     assert moved["effect"] < 1e-5
     assert not moved["honest_accused"]
@@ -202,11 +208,12 @@ def test_a_lie_in_one_cell_of_a_long_sum_is_caught_every_time(lie: Lie) -> None:
     ids=str,
 )
 def test_no_honest_block_is_accused_in_any_training(training: Training) -> None:
-    honest = Honest(all_kernels(), 25_000, np.random.default_rng(0))
+    """The benchmark of the verification does the same with millions of blocks."""
+    honest = Honest(all_kernels(), 8_000, np.random.default_rng(0))
     with contextlib.suppress(Enough):
         for seed in range(10):
             training.run(honest.compute, 3, seed)
-    assert honest.blocks >= 25_000
+    assert honest.blocks >= 8_000
     assert honest.accused == 0, honest.reasons
     assert honest.tiny + honest.special > 0
 

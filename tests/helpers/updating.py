@@ -3,8 +3,10 @@ the real launcher, which runs the real agent from a real bundle."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,6 +50,13 @@ def make_bundle(
     data = build(copy, release).data
     shutil.rmtree(copy)
     return data
+
+
+@functools.cache
+def _installed() -> bytes:
+    """The same for every phone."""
+    with tempfile.TemporaryDirectory() as folder:
+        return make_bundle(Path(folder), RUNNING)
 
 
 class NewerServer:
@@ -151,7 +160,7 @@ class Phone:
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         }.items():
             monkeypatch.setenv(name, value)
-        self.installed = make_bundle(root, RUNNING)
+        self.installed = _installed()
         self.place.write_bytes(self.installed)
 
     @property

@@ -3,7 +3,6 @@ deep model is made of its layers exactly as if it had been captured whole."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import ps.graph.capture
-from ps.graph.capture import distribute
+from ps.graph.capture import Program, distribute
 from ps.graph.executor import Executor
 from ps.graph.models import build_model, model_config
 from ps.graph.shapes import Part, ShapesProgram, deepened, step_shapes
@@ -49,46 +48,69 @@ class Submissions:
         return [done.get()]
 
 
-@pytest.fixture(params=["opt-tiny", "llama-tiny"])
-def config(request: pytest.FixtureRequest) -> Any:
-    return model_config(request.param)
+class Captured:
+    """A model's step with and without values; captured once, since that takes seconds."""
+
+    def __init__(self, name: str, heavy_values: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ps.graph.capture, "HEAVY_VALUES", heavy_values)
+            config = model_config(name)
+            self.programs, self.weights = step_shapes(config, BATCH, SEQUENCE)
+            torch.manual_seed(0)
+            self._tokens = torch.randint(256, (BATCH, SEQUENCE))
+            self._executor = Executor(Submissions())
+            self._forward = distribute(build_model(config).train(), self._run)
+            self.with_values(early=False)
+
+    def _run(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
+        return self._executor.run(program, inputs)
+
+    def with_values(self, early: bool) -> Submissions:
+        engine = Submissions()
+        self._executor = Executor(engine, early)
+        self._forward(input_ids=self._tokens, labels=self._tokens).loss.backward()
+        return engine
+
+    def without_values(self, early: bool) -> Submissions:
+        engine = Submissions()
+        executor = Executor(engine, early)
+        for program in self.programs:
+            executor.run_shapes(program)
+        return engine
 
 
-def with_values(config: Any, early: bool) -> Submissions:
-    engine = Submissions()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    tokens = torch.randint(256, (BATCH, SEQUENCE))
-    forward = distribute(build_model(config).train(), Executor(engine, early).run)
-    forward(input_ids=tokens, labels=tokens).loss.backward()
-    return engine
+MODELS = ("opt-tiny", "llama-tiny")
 
 
-def without_values(config: Any, early: bool) -> Submissions:
-    engine = Submissions()
-    executor = Executor(engine, early)
-    for program in step_shapes(config, BATCH, SEQUENCE)[0]:
-        executor.run_shapes(program)
-    return engine
+@pytest.fixture(scope="module", params=MODELS)
+def captured(request: pytest.FixtureRequest) -> Captured:
+    """Some local operations are slow."""
+    return Captured(request.param, BATCH * SEQUENCE * 128)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("early", "heavy_values"), [(True, 1 << 22), (False, BATCH * SEQUENCE * 128)])
-def test_a_step_without_values_submits_the_same_products_together(
-    config: Any, early: bool, heavy_values: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_step_without_values_submits_the_same_products_together(captured: Captured, early: bool) -> None:
     """Also where local operations are slow, and products go out before them."""
-    monkeypatch.setattr(ps.graph.capture, "HEAVY_VALUES", heavy_values)
-    assert without_values(config, early).groups == with_values(config, early).groups
+    assert any(part.shape is None for program in captured.programs for part in program.parts)
+    assert captured.without_values(early).groups == captured.with_values(early).groups
 
 
 @pytest.mark.slow
-def test_a_deep_model_is_made_of_the_layers_of_shallow_ones(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = copy.deepcopy(config)
-    deep.num_hidden_layers = 5
-    made, weights = step_shapes(deep, BATCH, SEQUENCE)
-    monkeypatch.setattr("ps.graph.shapes.FEW_LAYERS", 5)
+def test_a_step_without_slow_operations_submits_the_same_products_together() -> None:
+    captured = Captured("llama-tiny", 1 << 22)
+    assert all(part.shape is not None for program in captured.programs for part in program.parts)
+    assert captured.without_values(early=True).groups == captured.with_values(early=True).groups
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_deep_model_is_made_of_the_layers_of_shallow_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = model_config(name)
+    deep.num_hidden_layers = 4
     whole, same_weights = step_shapes(deep, BATCH, SEQUENCE)
+    monkeypatch.setattr("ps.graph.shapes.FEW_LAYERS", 3)
+    made, weights = step_shapes(deep, BATCH, SEQUENCE)
     assert [program.name for program in made] == [program.name for program in whole] == ["forward", "backward"]
     for one, other in zip(made, whole, strict=True):
         assert len(one.parts) == len(other.parts)
@@ -101,8 +123,8 @@ def test_a_deep_model_is_made_of_the_layers_of_shallow_ones(config: Any, monkeyp
 
 
 @pytest.mark.slow
-def test_weights_are_the_same_operands_until_they_change(config: Any) -> None:
-    programs, weights = step_shapes(config, BATCH, SEQUENCE)
+def test_weights_are_the_same_operands_until_they_change(captured: Captured) -> None:
+    programs, weights = captured.programs, captured.weights
     engine = Submissions()
     executor = Executor(engine)
     executor.keep(weights, uses=2)

@@ -48,7 +48,7 @@ levels = st.lists(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=25)
 @given(levels, st.lists(requests, min_size=1, max_size=2).map(tuple), st.integers(1, 40), st.integers(0, 5))
 def test_some_devices_always_stay_for_the_critical_products(
     chain: list[Level], last: tuple[Request, ...], count: int, seed: int

@@ -102,8 +102,9 @@ ONLY_BY: dict[Plant, set[str]] = {
     accuse_the_overtaken_device: {"overdue", "lie"},
 }
 FROM: dict[Plant, int] = {
-    accuse_the_overtaken_device: 120
-}  # it needs a lie in an overdue block, which no world before 141 has
+    count_the_overtaken_answer_too: 8,  # the first world, 3, takes three times as long to shrink
+    accuse_the_overtaken_device: 120,  # it needs a lie in an overdue block, which no world before 141 has
+}
 
 
 @pytest.mark.parametrize("plant", PLANTED)

@@ -70,15 +70,15 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start_warm: Start, 
         (("run", "quickstart", "--listen", "0.0.0.0"), "tcp://0.0.0.0:5555"),
     ],
 )
-def test_a_mistake_gets_one_clear_line(start: Start, state: Path, command: tuple[str, ...], words: str) -> None:
-    program = start("cleave", *command)
+def test_a_mistake_gets_one_clear_line(start_light: Start, state: Path, command: tuple[str, ...], words: str) -> None:
+    program = start_light("cleave", *command)
     assert program.wait() == 2
     assert words in program.output
     assert "Traceback" not in program.output
 
 
-def test_an_invitation_shows_a_link_a_command_and_a_code(start: Start, state: Path) -> None:
-    program = start("cleave", "invite", "--address", "192.0.2.7:5555")
+def test_an_invitation_shows_a_link_a_command_and_a_code(start_light: Start, state: Path) -> None:
+    program = start_light("cleave", "invite", "--address", "192.0.2.7:5555")
     assert program.wait() == 0
     link = next(line for line in program.said if line.startswith("cleave://"))
     assert parse_link(link).endpoints == ["tcp://192.0.2.7:5555"]

@@ -189,7 +189,7 @@ def test_the_predicted_step_time_is_printed_before_the_first_step(runs: dict[str
 
 @pytest.mark.slow
 def test_without_a_prediction_blocks_alone_are_judged(launch: Launch) -> None:
-    run = Run(*launch("quickstart", "--steps", "1", "--no-predict"))
+    run = Run(*launch("quickstart", *MODEL, "--steps", "1", "--no-predict"))
     assert run.summary["predicted_step_s"] is None
     assert run.summary["fidelity"]["step_stretch"] is None
     assert run.summary["fidelity"]["blocks"] > 0

@@ -157,8 +157,8 @@ def test_table_and_json_agree() -> None:
     assert "honest" not in as_json(found, None, None)
 
 
-def test_the_command_reports_what_this_host_can_do(start: Start) -> None:
-    program = start("cleave", "doctor", "--format", "json")
+def test_the_command_reports_what_this_host_can_do(start_light: Start) -> None:
+    program = start_light("cleave", "doctor", "--format", "json")
     assert program.wait() == 0, program.output
     names = [fact["name"] for fact in json.loads(program.said[-1])["host"]]
     assert names[:3] == ["Python", "cores", "memory"]
@@ -174,8 +174,8 @@ def test_the_command_reports_what_this_host_can_do(start: Start) -> None:
         (("quickstart", "--set", "links.kind=off"), "links.kind is off"),
     ],
 )
-def test_a_mistake_gets_one_line(start: Start, arguments: tuple[str, ...], told: str) -> None:
-    program = start("cleave", "doctor", *arguments)
+def test_a_mistake_gets_one_line(start_light: Start, arguments: tuple[str, ...], told: str) -> None:
+    program = start_light("cleave", "doctor", *arguments)
     assert program.wait() == 2
     (line,) = program.errors
     assert told in line

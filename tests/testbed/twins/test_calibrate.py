@@ -27,8 +27,6 @@ from testbed.virtual.predict import ModelledFleet
 if TYPE_CHECKING:
     from conftest import Program, Start
 
-CLEAVE = ("-c", "from testbed.commands.cli import main; main()")
-
 
 # ---- fitting
 
@@ -244,12 +242,12 @@ def test_a_missing_profile_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_error_draws_and_writes(start: Start, tmp_path: Path) -> None:
+def test_the_command_prints_the_error_draws_and_writes(start_light: Start, tmp_path: Path) -> None:
     path = written(tmp_path, profile())
     out, svg = tmp_path / "phone.toml", tmp_path / "phone.svg"
     options = ("--out", str(out), "--svg", str(svg), "--kind", "phone")
-    table = start(*CLEAVE, "calibrate", str(path), *options)
-    as_json = start(*CLEAVE, "calibrate", str(path), *options, "--format", "json")
+    table = start_light("cleave", "calibrate", str(path), *options)
+    as_json = start_light("cleave", "calibrate", str(path), *options, "--format", "json")
     assert table.wait() == 0, table.output
     titles = ("error on held-out shapes", "drift while measuring", "worst shapes", "predicted (up) against measured")
     for said in (*titles, "phone.toml"):
@@ -269,14 +267,14 @@ def refused(program: Program) -> str:
 
 
 @pytest.mark.slow
-def test_a_mistake_gets_one_line_and_exit_code_2(start: Start, tmp_path: Path) -> None:
+def test_a_mistake_gets_one_line_and_exit_code_2(start_light: Start, tmp_path: Path) -> None:
     good, bad = written(tmp_path, profile(24, 1)), tmp_path / "bad.json"
     bad.write_text(json.dumps(profile(24, 1))[:1000], encoding="utf-8")
     programs = {
-        "only the beginning": start(*CLEAVE, "calibrate", str(bad)),
-        "--kind is toaster": start(*CLEAVE, "calibrate", str(good), "--kind", "toaster"),
-        "cannot write": start(*CLEAVE, "calibrate", str(good), "--out", str(tmp_path / "no" / "x.toml")),
-        "cannot read": start(*CLEAVE, "twin", str(tmp_path / "missing.json")),
+        "only the beginning": start_light("cleave", "calibrate", str(bad)),
+        "--kind is toaster": start_light("cleave", "calibrate", str(good), "--kind", "toaster"),
+        "cannot write": start_light("cleave", "calibrate", str(good), "--out", str(tmp_path / "no" / "x.toml")),
+        "cannot read": start_light("cleave", "twin", str(tmp_path / "missing.json")),
     }
     for said, program in programs.items():
         assert said in refused(program)

@@ -169,9 +169,20 @@ def test_the_command_prints_json_with_everything_the_baselines_need(start_warm: 
     assert cost_s == pytest.approx(lost + reload_s)
 
 
+TWO_PRODUCTS = """
+import sys
+import ps.graph.products
+from ps.planning.plans import Shape
+ps.graph.products.step_products = lambda *_: {Shape(1, 4096, 512, 2048): 6, Shape(64, 128, 64, 128): 3}
+from testbed.commands.cli import main
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_its_assumptions(start_warm: Start) -> None:
-    done = cleave(start_warm, *TINY)
+    """Of two products: the other test of the command captures those of a model."""
+    done = start_warm("-c", TWO_PRODUCTS, "recovery", *TINY).completed(RUN_LIMIT_S)
     assert done.returncode == 0, done.stderr
     for word in (
         "pipeline replay",
@@ -202,8 +213,8 @@ def test_the_command_prints_a_table_and_its_assumptions(start_warm: Start) -> No
         (["--format", "xml"], "--format"),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(start: Start, arguments: list[str], told: str) -> None:
-    done = cleave(start, *arguments)
+def test_bad_input_ends_with_2_and_one_line(start_warm: Start, arguments: list[str], told: str) -> None:
+    done = cleave(start_warm, *arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
