@@ -28,10 +28,12 @@ def train(
     micro_batches: int = 1,
     now_s: Callable[[], float] = time.perf_counter,
     before_step: Callable[[int], None] = lambda number: None,
+    after_gradients: Callable[[torch.Tensor, float], None] = lambda tokens, loss: None,
     after_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Step]:
     """`forward` is the model itself, or the model distributed (ps.graph.capture.distribute). A batch is divided into
-    `micro_batches` equal parts, computed in turn; their gradients add up to the batch's."""
+    `micro_batches` equal parts, computed in turn; their gradients add up to the batch's. `after_gradients` gets the
+    batch and its loss while the gradients are in the parameters and no weight has changed; its time does not count."""
     torch.manual_seed(seed)  # dropout draws the same numbers in both runs
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay)
@@ -40,9 +42,12 @@ def train(
         before_step(number)
         begun_s = now_s()
         loss = gradients(forward, tokens, micro_batches)
+        computed_s = now_s() - begun_s
+        after_gradients(tokens, loss)
+        begun_s = now_s()
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(Step(number, loss, now_s() - begun_s))
+        steps.append(Step(number, loss, computed_s + now_s() - begun_s))
         after_step(steps[-1])
     return steps
 

@@ -83,6 +83,7 @@ class Summary:
     audit_line: str = ""  # the same in one line
     fleet: dict[str, Any] = field(default_factory=dict)  # devices present at the start, at the end, at the minimum
     incomplete: list[str] = field(default_factory=list)  # why there is less than requested: steps, files
+    comparison: dict[str, Any] = field(default_factory=dict)  # steps that plain PyTorch took from the same weights
     version: int = RESULTS_VERSION
 
 
@@ -201,6 +202,15 @@ def write_summary_text(path: Path, summary: Summary) -> None:
         print_summary(Console(file=file, width=110, highlight=False), summary)
 
 
+def _compared(told: dict[str, Any]) -> str:
+    """One line on the steps that plain PyTorch took from the fleet's own weights."""
+    how = "all" if told["every"] == 1 else f"one in {told['every']}"
+    return (
+        f"{told['steps'] - told['wrong']} of {told['steps']} compared are those of plain PyTorch ({how}): "
+        f"loss within {told['loss']:.1e}, gradients within {told['gradient']:.1e}"
+    )
+
+
 class Printer(Protocol):
     """A Rich console, or anything that prints like one."""
 
@@ -217,6 +227,7 @@ def print_summary(console: Printer, s: Summary) -> None:
         ("verdict", f"[{colour}]{s.verdict}[/{colour}]"),
         *(("", reason) for reason in s.reasons),
         ("clock", _clock(s)),
+        *([("steps from the same weights", _compared(s.comparison))] if s.comparison else []),
         ("loss against plain PyTorch", _difference(s, s.loss_max_abs_diff) + f" over {s.steps} steps"),
         ("weights after the last step", _difference(s, s.weights_max_abs_diff)),
         ("FLOPs done by devices", f"{s.flops_done:,}, {'all' if same else 'NOT all'} of the step's products"),

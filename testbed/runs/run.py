@@ -26,6 +26,7 @@ from ps.graph.text import batches, read_text
 from ps.graph.trainer import Step
 from ps.planning.planner import Planner
 from testbed.faults.inject import Injector, churn_schedule, describe, plan_faults
+from testbed.models.comparison import judged, told_of
 from testbed.results.files import (
     EventLog,
     Summary,
@@ -50,8 +51,6 @@ from testbed.runs.real_devices import departures, write_devices
 from testbed.runs.scenario import Scenario, dump_scenario
 from testbed.runs.training import Reference, Task, Trained, distributed, reference, shapes_only
 from testbed.runs.trial_step import Probes
-
-LOSS_TOLERANCE = 1e-4
 
 
 def run(scenario: Scenario, parent: Path, display: Display, predicts: bool = True) -> tuple[Path, Summary]:
@@ -303,12 +302,10 @@ def _compare(summary: Summary, trained: Trained) -> None:
     if trained.stopped:
         summary.verdict = "FAILED"
         summary.reasons.insert(0, trained.stopped)
-    difference = summary.loss_max_abs_diff
-    if difference is not None and not difference <= LOSS_TOLERANCE:
+    if wrong := judged(trained.compared):
         summary.verdict = "FAILED"
-        summary.reasons.insert(
-            0, f"the loss differs from plain PyTorch by {difference:.1e}, more than {LOSS_TOLERANCE:.0e}"
-        )
+        summary.reasons[:0] = wrong
+    summary.comparison = told_of(trained.compared)
     if summary.flops_done != summary.flops_reference and not trained.stopped:
         summary.verdict = "FAILED"
         summary.reasons.insert(

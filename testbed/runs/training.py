@@ -31,6 +31,7 @@ from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from testbed.faults.inject import Injector
 from testbed.launch.processes import links_of, models_of
+from testbed.models.comparison import Compared, StepComparison, every
 from testbed.results.fleet_at_work import Begun
 from testbed.runs import interrupts
 from testbed.runs.collecting import collecting_between_steps
@@ -61,6 +62,7 @@ class Trained:
     host_s: float  # real seconds of all steps
     load: HostLoad
     begun: Begun  # state of the fleet at the first step
+    compared: list[Compared]  # steps that plain PyTorch took from the same weights
     stopped: str = ""  # why there are fewer steps than requested
 
 
@@ -105,6 +107,7 @@ class Task:
     begun: float = 0.0  # real time
     done: list[Step] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    compared: list[Compared] = field(default_factory=list)
 
     def now_s(self) -> float:
         return self.host.clock.now_ns() / 1e9
@@ -219,6 +222,7 @@ class Task:
             host_s=host_s,
             load=load,
             begun=begun,
+            compared=self.compared,
             stopped=stopped,
         )
 
@@ -293,6 +297,15 @@ def distributed(task: Task) -> Trained:
     model, executor = made.model, made.executor
     executor.engine = task.host.server
     predicted = task.predicted(executor, made.step, arithmetic=True)
+    comparison = StepComparison(
+        _model(scenario, task.config), model, every(scenario.training.steps), scenario.training.micro_batches
+    )
+    task.compared = comparison.compared
+
+    def before_step(number: int) -> None:
+        task.before_step(executor, number)
+        comparison.before(number)
+
     return task.carry_out(
         executor,
         [p.detach() for p in model.parameters()],
@@ -303,7 +316,8 @@ def distributed(task: Task) -> Trained:
             made.forward,
             data,
             now_s=task.now_s,
-            before_step=lambda number: task.before_step(executor, number),
+            before_step=before_step,
+            after_gradients=comparison.after_gradients,
             after_step=task.after_step,
             **_settings(scenario),
         ),
