@@ -370,9 +370,19 @@ class Dispatcher:
         """Ids of devices that have left."""
         return [device for device, record in enumerate(self._state.devices) if not record.alive]
 
-    def device(self, device: int) -> Device:
-        """What is known of a device; to be read only."""
-        return self._state.devices[device]
+    def is_alive(self, device: int) -> bool:
+        return self._state.devices[device].alive
+
+    def has_worked(self, device: int) -> bool:
+        """A block that it returned was accepted."""
+        return self._state.devices[device].worked
+
+    def blocks_in_flight(self, device: int) -> int:
+        return len(self._state.devices[device].in_flight)
+
+    def refusals(self, device: int) -> int:
+        """How many blocks it failed."""
+        return self._state.devices[device].refusals
 
     def block_count(self, job: int) -> int:
         """Blocks that an unfinished job has been cut into so far; the next one gets this number."""

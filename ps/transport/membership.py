@@ -118,7 +118,7 @@ class Membership:
         if not who and (barred := [new[n] for n in self._standings.barred(labels)]):
             why = {device: self._standings.why_barred(self._roster.labels[device]) for device in barred}
             self._roster.suspended.update(why)
-            self._forget([device for device in barred if self._dispatcher.device(device).alive], SUSPENDED)
+            self._forget([device for device in barred if self._dispatcher.is_alive(device)], SUSPENDED)
 
     def join_again(self, peer: Peer, caller: Caller, message: Join, size: int) -> None:
         """Devices join by a connection over which devices joined before, and may have left."""
@@ -131,7 +131,7 @@ class Membership:
 
     def _may_join(self, identity: bytes, caller: Caller, message: Join) -> bool:
         there = self._peers[identity].index if identity in self._peers else ()
-        present = sum(self._dispatcher.device(device).alive for device in there)
+        present = sum(self._dispatcher.is_alive(device) for device in there)
         refusal = self._join_admission.admit(caller, message, present)
         if refusal is not None:
             self._shipping.reply(identity, Refused(refusal.reason, final=refusal not in PASSING))
@@ -147,11 +147,11 @@ class Membership:
         if np.any(message.devices >= len(peer.ids)):
             raise WireError("a device that does not exist cannot leave")
         leaving = sorted(peer.index.keys() & {peer.ids[index] for index in message.devices.tolist()})
-        leaving = [d for d in leaving if self._dispatcher.device(d).alive]
+        leaving = [d for d in leaving if self._dispatcher.is_alive(d)]
         self._stayed(peer, leaving)
         reason, until_s = printable(message.reason), message.until_s
         for device in leaving:
-            blocks, label = len(self._dispatcher.device(device).in_flight), self._roster.labels[device]
+            blocks, label = self._dispatcher.blocks_in_flight(device), self._roster.labels[device]
             if text := self._attendance.left(device, label, reason, until_s, blocks, self._reports.now_s()):
                 self._reports.say(text)
                 self._reports.record("left", name=label, reason=reason, until_s=until_s, blocks=blocks)
@@ -165,7 +165,7 @@ class Membership:
     def lose(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
-        gone = [d for d in peer.index if self._dispatcher.device(d).alive]
+        gone = [d for d in peer.index if self._dispatcher.is_alive(d)]
         self._stayed(peer, gone)
         self._roster.closed(peer)
         self._join_admission.left([peer.key])
@@ -208,7 +208,7 @@ class Membership:
     def over(self) -> None:
         """Save the standing of real devices; the run is over."""
         for peer in self._peers.values():
-            self._stayed(peer, [d for d in peer.index if self._dispatcher.device(d).alive])
+            self._stayed(peer, [d for d in peer.index if self._dispatcher.is_alive(d)])
         self._join_admission.left(peer.key for peer in self._peers.values())
         self._standings.retry()
 
@@ -218,7 +218,7 @@ class Membership:
 
     def _gone(self, devices: list[int], how: str) -> None:
         self._attendance.gone(devices, how)
-        self._roster.left_idle(device for device in devices if not self._dispatcher.device(device).worked)
+        self._roster.left_idle(device for device in devices if not self._dispatcher.has_worked(device))
 
     # ---- standing
 
@@ -248,6 +248,6 @@ class Membership:
     def _stayed(self, peer: Peer, devices: Sequence[int]) -> None:
         """Add what these real devices have done to their standing."""
         for device in devices if peer.who else ():
-            slowness, refused = self._dispatcher.slowness(device), self._dispatcher.device(device).refusals
+            slowness, refused = self._dispatcher.slowness(device), self._dispatcher.refusals(device)
             stay = Stay(self._right.pop(device, 0), refused, slowness)
             self._standings.left(peer.who, self._roster.labels[device], stay)

@@ -455,7 +455,7 @@ class Server(Shell[Answers]):
 
     def _checked(self, work: Work, checked: JobChecked) -> None:
         liars = np.unique(work.devices[np.isin(work.done, checked.wrong)]).tolist()
-        gone = [device for device in liars if not self._dispatcher.device(device).alive]
+        gone = [device for device in liars if not self._dispatcher.is_alive(device)]
         self._handle(checked)
         for device in gone:  # a device that returned wrong results is banned even if it has left
             self._membership.ban(device, "what it returned was wrong", wrong=True)
