@@ -33,8 +33,9 @@ HANDSHAKES = (
     1.0,
 )  # per key: burst, per second; an agent reconnects after half a second, then less often
 # Share of the server's time that a key, or all clients of this machine, may cost with messages that are discarded: for
-# the rest of the time they are not let in again. And how long that lasts at most.
-DISCARDED_SHARE, MOST_SHUT_OUT_S = 0.1, 60.0
+# the rest of the time they are not let in again. And how long that lasts at most: a key, and all clients of this
+# machine, honest agents among them: less than a ticket lasts.
+DISCARDED_SHARE, MOST_SHUT_OUT_S, MOST_SHUT_OUT_HERE_S = 0.1, 60.0, 5.0
 LINES = 200  # most refusals logged per run
 LOCAL, ENCRYPTED = b"local", b"encrypted"  # ZAP domains of the endpoints
 NOT_WRITTEN = Refusal("the server cannot record new devices at present; try again in a moment")
@@ -110,12 +111,13 @@ class ConnectionAdmission:
         """User-Id of a new connection to the data endpoints; None: refused."""
         match domain, mechanism, credentials:
             case [b"local", b"PLAIN", [_, password]]:
-                whose = self._tickets.take(password.decode(errors="replace"), self._monotonic_s())
+                ticket = password.decode(errors="replace")
+                if not self._tickets.is_of_the_run(ticket):
+                    self._mind_shut_out("")  # the ticket stays valid: the client tries again by itself
+                whose = self._tickets.take(ticket, self._monotonic_s())
                 if whose is None:
                     self._refusals.refuse("", "a connection", "it has no ticket from the entrance")
                     return None
-                if whose != POD:
-                    self._mind_shut_out("")
                 return self._user("r" if whose == POD else "t")
             case [b"encrypted", b"CURVE", [raw]]:
                 key = z85.encode(raw).decode()
@@ -140,7 +142,8 @@ class ConnectionAdmission:
         its key, or this machine, gets no new connection."""
         if caller.of_the_run:
             return 0.0
-        lasts_s = min(MOST_SHUT_OUT_S, seconds / DISCARDED_SHARE)
+        most_s = MOST_SHUT_OUT_S if caller.key else MOST_SHUT_OUT_HERE_S
+        lasts_s = min(most_s, seconds / DISCARDED_SHARE)
         now_s = self._monotonic_s()
         self._shut_out[caller.key] = max(self._shut_out.get(caller.key, 0.0), now_s + lasts_s)
         return lasts_s
@@ -246,9 +249,12 @@ class Tickets:
                 self._until_s.popitem(last=False)
         return password
 
+    def is_of_the_run(self, password: str) -> bool:
+        return hmac.compare_digest(password.encode(errors="replace"), self.of_the_run.encode())
+
     def take(self, password: str, now_s: float) -> str | None:
         """The kind of this password; None if it is unknown or has expired."""
-        if hmac.compare_digest(password.encode(errors="replace"), self.of_the_run.encode()):
+        if self.is_of_the_run(password):
             return POD
         with self._lock:
             until_s = self._until_s.pop(password, 0.0)

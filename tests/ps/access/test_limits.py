@@ -11,7 +11,19 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps.access.admission import MOST, POD, TICKET, TICKET_S, Refusals, Tickets
+from ps.access.admission import (
+    LOCAL,
+    MOST,
+    MOST_SHUT_OUT_HERE_S,
+    POD,
+    TICKET,
+    TICKET_S,
+    Caller,
+    ConnectionAdmission,
+    Refusals,
+    Tickets,
+    TooOften,
+)
 from ps.access.allowance import SPARE_ANSWERS, SPARE_BYTES, SPARE_JOINS, SPARE_MESSAGES, Allowance
 from ps.access.caller_sockets import CallerSockets
 from ps.access.pending import Limits, PendingConnections
@@ -66,6 +78,20 @@ def test_a_ticket_is_good_for_one_connection_and_a_short_time() -> None:
     many = [tickets.issue(3.0) for _ in range(MOST + 1)]
     assert tickets.take(many[0], 3.0) is None
     assert tickets.take(many[-1], 3.0) == TICKET
+
+
+def test_a_ticket_outlasts_a_shut_out_of_this_machine_and_pods_are_let_in_meanwhile() -> None:
+    """An honest agent's ticket was used up by the refusal, so that it could not come back with it."""
+    now, tickets = [100.0], Tickets()
+    admission = ConnectionAdmission(None, tickets, Refusals(lambda text: None), monotonic_s=lambda: now[0])
+    ticket = tickets.issue(now[0])
+    lasts_s = admission.charge(Caller("", of_the_run=False), 1000.0)
+    assert lasts_s == MOST_SHUT_OUT_HERE_S < TICKET_S
+    with pytest.raises(TooOften):
+        admission.user_id(LOCAL, b"PLAIN", [b"", ticket.encode()])
+    assert admission.user_id(LOCAL, b"PLAIN", [b"", tickets.of_the_run.encode()]) is not None
+    now[0] += lasts_s
+    assert admission.user_id(LOCAL, b"PLAIN", [b"", ticket.encode()]) is not None
 
 
 @given(st.lists(st.integers(1, 50), max_size=30))
