@@ -34,7 +34,7 @@ HANDSHAKES = (
 )  # per key: burst, per second; an agent reconnects after half a second, then less often
 # Share of the server's time that a key, or all clients of this machine, may cost with messages that are discarded: for
 # the rest of the time they are not let in again. And how long that lasts at most: a key, and all clients of this
-# machine, honest agents among them: less than a ticket lasts.
+# machine, honest agents among them.
 DISCARDED_SHARE, MOST_SHUT_OUT_S, MOST_SHUT_OUT_HERE_S = 0.1, 60.0, 5.0
 LINES = 200  # most refusals logged per run
 LOCAL, ENCRYPTED = b"local", b"encrypted"  # ZAP domains of the endpoints
@@ -112,9 +112,11 @@ class ConnectionAdmission:
         match domain, mechanism, credentials:
             case [b"local", b"PLAIN", [_, password]]:
                 ticket = password.decode(errors="replace")
-                if not self._tickets.is_of_the_run(ticket):
-                    self._mind_shut_out("")  # the ticket stays valid: the client tries again by itself
-                whose = self._tickets.take(ticket, self._monotonic_s())
+                now_s = self._monotonic_s()
+                if not self._tickets.is_of_the_run(ticket) and now_s < self._shut_out.get("", 0.0):
+                    self._tickets.prolong(ticket, now_s)  # the client tries again by itself
+                    raise TooOften
+                whose = self._tickets.take(ticket, now_s)
                 if whose is None:
                     self._refusals.refuse("", "a connection", "it has no ticket from the entrance")
                     return None
@@ -248,6 +250,12 @@ class Tickets:
             while len(self._until_s) > MOST or next(iter(self._until_s.values())) <= now_s:
                 self._until_s.popitem(last=False)
         return password
+
+    def prolong(self, password: str, now_s: float) -> None:
+        """A ticket that could not be used now is as good as new."""
+        with self._lock:
+            if self._until_s.pop(password, 0.0) > now_s:
+                self._until_s[password] = now_s + TICKET_S
 
     def is_of_the_run(self, password: str) -> bool:
         return hmac.compare_digest(password.encode(errors="replace"), self.of_the_run.encode())

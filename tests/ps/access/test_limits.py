@@ -86,9 +86,13 @@ def test_a_ticket_outlasts_a_shut_out_of_this_machine_and_pods_are_let_in_meanwh
     admission = ConnectionAdmission(None, tickets, Refusals(lambda text: None), monotonic_s=lambda: now[0])
     ticket = tickets.issue(now[0])
     lasts_s = admission.charge(Caller("", of_the_run=False), 1000.0)
-    assert lasts_s == MOST_SHUT_OUT_HERE_S < TICKET_S
-    with pytest.raises(TooOften):
-        admission.user_id(LOCAL, b"PLAIN", [b"", ticket.encode()])
+    assert lasts_s == MOST_SHUT_OUT_HERE_S
+    for _ in range(5):  # the flood goes on
+        now[0] += 0.9 * lasts_s
+        with pytest.raises(TooOften):
+            admission.user_id(LOCAL, b"PLAIN", [b"", ticket.encode()])
+        admission.charge(Caller("", of_the_run=False), 1000.0)
+    assert now[0] > 100.0 + TICKET_S
     assert admission.user_id(LOCAL, b"PLAIN", [b"", tickets.of_the_run.encode()]) is not None
     now[0] += lasts_s
     assert admission.user_id(LOCAL, b"PLAIN", [b"", ticket.encode()]) is not None
