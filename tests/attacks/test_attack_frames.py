@@ -22,7 +22,7 @@ from ps.transport.server import Server
 if TYPE_CHECKING:
     from conftest import Serve, Start, Until
 
-FRAMES = 200_000  # 400 KB
+FRAMES = 400_000  # 800 KB
 EMPTY, LAST = b"\x01\x00", b"\x00\x00"
 
 
@@ -83,7 +83,7 @@ JOIN = [bytes(f) for f in encode(Join(pack_profiles([Profile(1e12, 0.0, 1e12, 1e
 def test_a_message_of_very_many_frames_is_not_kept_and_holds_up_nobody(
     joined: bool, start: Start, serve: Serve, until: Until
 ) -> None:
-    """Read as a whole it took one turn of a second and 60 MiB."""
+    """Read as a whole it took one turn of three seconds and 140 MiB."""
     server = serve()
     pod(start, server, 4)
     Multiplication(server, (1, 96, 32, 96)).check()
@@ -98,7 +98,7 @@ def test_a_message_of_very_many_frames_is_not_kept_and_holds_up_nobody(
     for seed in range(3):
         Multiplication(server, (1, 96, 32, 96), grid(96, 96, 24, [0, 1, 2, 3]), seed=seed).check()
     assert line.cut
-    assert server.totals.longest_turn_s < 10 * READING_S
+    assert server.totals.longest_turn_s < 20 * READING_S
     assert server.devices == 4
     line.socket.close()
 
