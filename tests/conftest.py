@@ -3,7 +3,7 @@ descriptor that was not there before fails it.
 
 - `start`: programs of this project as subprocesses, their output read while they run
 - `start_warm`: the same, but commands that need PyTorch have it already
-- `start_light`: the same for commands that are refused before they need PyTorch
+- `start_light`: the same for commands that do not need PyTorch, or are refused before they do
 - `serve`: parameter servers in this process, stopped at the end
 - `until`: waits for a condition, never longer than its limit
 

@@ -7,6 +7,7 @@ Linux only: elsewhere a process with this many libraries cannot be forked safely
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -36,7 +38,15 @@ LOADED = (  # everything a small run imports; what is missing here is imported l
     "transformers.models.llama.modeling_llama",
     "transformers.models.opt.modeling_opt",
 )
-LIGHT = ("testbed.commands.cli", "testbed.runs.scenario", "typer._adapters")  # what a command needs to refuse a run
+LIGHT = (  # what commands without PyTorch import, and those that refuse
+    "emulator.model.calibration",
+    "testbed.access.inviting",
+    "testbed.commands.cli",
+    "testbed.runs.scenario",
+    "testbed.virtual.plan",
+    "testbed.virtual.recovery",
+    "typer._adapters",
+)
 
 
 class Forked:
@@ -194,10 +204,25 @@ def _load(control: socket.socket, modules: list[str]) -> _Forking:
     return _Forking(control)
 
 
+def _leave(code: int) -> None:
+    """End as Python does, but leave the modules to the kernel: taking them apart copies all memory shared so far."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
     _code, _arguments, _environment, _cwd = _load(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]).serve()
     os.environ.clear()
     os.environ.update(_environment)
     os.chdir(_cwd)
     sys.argv = ["cleave", *_arguments]
-    exec(compile(_code, "<string>", "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(_code, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as _end:
+        if _end.code is None or isinstance(_end.code, int):
+            _leave(_end.code or 0)
+        raise
+    _leave(0)

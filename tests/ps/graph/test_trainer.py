@@ -24,11 +24,11 @@ from testbed.runs.collecting import collecting_between_steps
 
 CONFIGS: dict[str, Callable[..., Any]] = {
     "opt": lambda: transformers.OPTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=36, word_embed_proj_dim=16, vocab_size=29
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=36, word_embed_proj_dim=16, vocab_size=29
     ),
     "llama": lambda: transformers.LlamaConfig(
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         intermediate_size=24,

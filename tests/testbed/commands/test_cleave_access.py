@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from conftest import Start
 
 SMALL = ("--devices", "4", "--steps", "6", *small_runs.SMALL)
-FAST = ("--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
+FAST = ("--unmeasured", "--kernel", "numpy", "--down", "10 Gbit", "--up", "10 Gbit", "--latency", "0 ms")
 
 
 @pytest.fixture
@@ -33,11 +33,13 @@ def _json(start: Start, *command: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_device_is_invited_into_a_run_works_and_is_revoked(start_warm: Start, state: Path) -> None:
-    waits = ("--set", "fleet.phones=1")  # the run begins when the device has joined, however long it measures itself
+def test_a_device_is_invited_into_a_run_works_and_is_revoked(
+    start_warm: Start, start_light: Start, state: Path
+) -> None:
+    waits = ("--set", "fleet.phones=1")  # the run begins when the device has joined
     run = start_warm("cleave", "run", "quickstart", *SMALL, *waits, "--listen", "tcp://127.0.0.1:0", cwd=state)
     address = run.expect("invited devices may join at", RUN_LIMIT_S).split(" at ")[1].split(",")[0]
-    invited = _json(start_warm, "invite", "--expires", "2 days")
+    invited = _json(start_light, "invite", "--expires", "2 days")
     link = parse_link(invited["link"])
     assert link.endpoints == [address]
     agent = start_warm("agent", "--name", "my-phone", *FAST, "--invitation", invited["link"])
@@ -48,12 +50,12 @@ def test_a_device_is_invited_into_a_run_works_and_is_revoked(start_warm: Start, 
     assert summary["real_devices"]["my-phone"] > 0
     assert summary["loss_max_abs_diff"] <= 1e-4
     assert summary["flops_done"] == summary["flops_reference"]
-    (device,) = _json(start_warm, "devices")
+    (device,) = _json(start_light, "devices")
     assert (device["name"], device["state"], device["invitation"]) == ("my-phone", "enrolled", invited["id"])
-    (invitation,) = _json(start_warm, "invitations")
+    (invitation,) = _json(start_light, "invitations")
     assert (invitation["state"], invitation["used"]) == ("used", "1 of 1")
-    assert start_warm("cleave", "devices", "revoke", device["fingerprint"]).wait() == 0
-    assert _json(start_warm, "devices")[0]["state"] == "revoked"
+    assert start_light("cleave", "devices", "revoke", device["fingerprint"]).wait() == 0
+    assert _json(start_light, "devices")[0]["state"] == "revoked"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import phone_sessions
@@ -17,14 +18,12 @@ from rich.console import Console
 from emulator.availability.churn import flash_sessions, read_trace, trace_of
 from testbed.inspect.availability import HALVES, ROWS, as_json, measure, plot, print_trace
 
-CLEAVE = [sys.executable, "-c", "from testbed.commands.cli import main; main()", "trace"]
+if TYPE_CHECKING:
+    from conftest import Start
 
 
-def cleave(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONIOENCODING": "utf-8", "PATH": ""}
-    return subprocess.run(
-        [*CLEAVE, *map(str, arguments)], capture_output=True, text=True, encoding="utf-8", timeout=60, env=environment
-    )
+def cleave(start: Start, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return start("cleave", "trace", *map(str, arguments)).completed()
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_figures_of_a_small_trace_match_a_hand_calculation(small: Path) -> None:
-    found = json.loads(cleave("inspect", small, "--format", "json").stdout)
+def test_the_figures_of_a_small_trace_match_a_hand_calculation(start_light: Start, small: Path) -> None:
+    found = json.loads(cleave(start_light, "inspect", small, "--format", "json").stdout)
     assert (found["devices"], found["sessions"], found["duration_s"]) == (2, 3, 10800)
     assert found["session_s"] == {"p10": 3600, "p50": 3600, "p90": 3600, "mean": 3600}
     assert found["gap_s"]["p50"] == 3600
@@ -49,8 +48,8 @@ def test_the_figures_of_a_small_trace_match_a_hand_calculation(small: Path) -> N
     assert series["share"][0] == pytest.approx(1.0)
 
 
-def test_the_output_has_a_table_the_repairs_and_a_plot(small: Path) -> None:
-    done = cleave("inspect", small)
+def test_the_output_has_a_table_the_repairs_and_a_plot(start_light: Start, small: Path) -> None:
+    done = cleave(start_light, "inspect", small)
     assert done.returncode == 0, done.stderr
     assert "60 min / 60 min / 60 min" in done.stdout
     assert "repaired: 1 intervals that overlapped or touched the one before, merged" in done.stdout
@@ -58,9 +57,9 @@ def test_the_output_has_a_table_the_repairs_and_a_plot(small: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_the_figures_of_thousands_of_phones_match_their_sessions(tmp_path: Path) -> None:
+def test_the_figures_of_thousands_of_phones_match_their_sessions(start_light: Start, tmp_path: Path) -> None:
     made = phone_sessions.sessions(seed=1)
-    done = cleave("inspect", made.write(tmp_path / "phones.csv"), "--format", "json")
+    done = cleave(start_light, "inspect", made.write(tmp_path / "phones.csv"), "--format", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     lengths_s, span_s = made.lengths_s, 48 * 3600
@@ -108,11 +107,11 @@ def test_a_trace_without_gaps_reports_none() -> None:
     assert "2 (1 never there)" in file.getvalue()
 
 
-def test_the_drawing_is_a_self_contained_svg(small: Path, tmp_path: Path) -> None:
+def test_the_drawing_is_a_self_contained_svg(start_light: Start, small: Path, tmp_path: Path) -> None:
     awkward = tmp_path / "<b>&.csv"
     awkward.write_bytes(small.read_bytes())
     drawing = tmp_path / "drawing.svg"
-    assert cleave("inspect", awkward, "--svg", drawing).returncode == 0
+    assert cleave(start_light, "inspect", awkward, "--svg", drawing).returncode == 0
     root = ET.parse(drawing).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert any("<b>&.csv" in (element.text or "") for element in root)
@@ -130,11 +129,11 @@ def test_the_drawing_is_a_self_contained_svg(small: Path, tmp_path: Path) -> Non
     ],
 )
 def test_a_mistake_gets_one_clear_line_and_exit_code_2(
-    arguments: list[str], told: str, small: Path, tmp_path: Path
+    start_light: Start, arguments: list[str], told: str, small: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.csv").write_text("device,start_s,end_s\na,0,1\na,9,5\n", encoding="utf-8")
     given = [str(tmp_path / a) if "." in a else a for a in arguments]
-    done = cleave("inspect", *given)
+    done = cleave(start_light, "inspect", *given)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -143,17 +142,17 @@ def test_a_mistake_gets_one_clear_line_and_exit_code_2(
 
 
 @pytest.mark.slow
-def test_the_figures_of_a_link_trace_match_a_hand_calculation(tmp_path: Path) -> None:
+def test_the_figures_of_a_link_trace_match_a_hand_calculation(start_light: Start, tmp_path: Path) -> None:
     (tmp_path / "drive.down").write_text("".join(f"{ms}\n" for ms in (0, 0, 500, 1000, 1500, 2000)), encoding="utf-8")
     (tmp_path / "drive.up").write_text("1000\n2000\n", encoding="utf-8")
-    found = json.loads(cleave("link", tmp_path / "drive", "--format", "json").stdout)
+    found = json.loads(cleave(start_light, "link", tmp_path / "drive", "--format", "json").stdout)
     assert [each["trace"] for each in found] == ["drive, down", "drive, up"]
     assert found[0]["duration_s"] == found[1]["duration_s"] == 2
     assert found[0]["mean_bps"] == 36_000
     assert found[0]["second_bps"] == {"p10": 26_400, "p50": 36_000, "p90": 45_600}  # of 48 and 24 kbit/s
     assert (found[0]["packets"], found[0]["longest_gap_s"]) == (6, 0.5)
     assert found[1]["longest_gap_s"] == 1.0
-    done = cleave("link", tmp_path / "drive.down", tmp_path / "drive.up")
+    done = cleave(start_light, "link", tmp_path / "drive.down", tmp_path / "drive.up")
     assert done.returncode == 0, done.stderr
     assert "36 kbit" in done.stdout
     assert "█" in done.stdout
@@ -164,18 +163,18 @@ def test_the_figures_of_a_link_trace_match_a_hand_calculation(tmp_path: Path) ->
     ("text", "told"), [("", "it is empty"), ("1\nx\n", 'line 2: "x" is not'), (None, "there is neither")]
 )
 def test_a_mistake_in_a_link_trace_gets_one_clear_line_and_exit_code_2(
-    tmp_path: Path, text: str | None, told: str
+    start_light: Start, tmp_path: Path, text: str | None, told: str
 ) -> None:
     if text is not None:
         (tmp_path / "drive.down").write_text(text, encoding="utf-8")
-    done = cleave("link", tmp_path / ("drive" if text is None else "drive.down"))
+    done = cleave(start_light, "link", tmp_path / ("drive" if text is None else "drive.down"))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert told in line
 
 
-def test_help_explains_the_formats() -> None:
-    told = cleave("inspect", "--help").stdout
+def test_help_explains_the_formats(start_light: Start) -> None:
+    told = cleave(start_light, "inspect", "--help").stdout
     for taught in (
         "device,start_s,end_s",
         '"phone-1": [[0, 3600]',

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from conftest import Start
 
 CLEAVE = "import sys; from testbed.commands.cli import main; sys.exit(main())"
-SMALL = ("--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
+SMALL = ("--no-predict", "--set", "data.batch=2", "--set", "data.sequence=16", "--set", "fleet.line_share=1.0")
 CHURN = ("--devices", "30", "--steps", "4", "--set", "churn.kind=poisson", "--set", "churn.leave_per_minute=600%")
 FAULTS = """[
     {at = "0 s", do = "slow", share = "20%", factor = 3.0},

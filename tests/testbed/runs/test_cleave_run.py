@@ -101,7 +101,7 @@ def long_runs(launch: Launch) -> dict[signal.Signals, Program]:
     """Runs of several minutes, one for each way of ending them; on lines so slow that a step takes seconds, so that the
     waiting runs take nothing from the others."""
     return {
-        number: launch("quickstart", "--steps", "60", *MODEL, "--set", "fleet.line_share=0.0005")[0]
+        number: launch("quickstart", "--steps", "60", *MODEL, "--no-predict", "--set", "fleet.line_share=0.0005")[0]
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
     }
 
@@ -248,7 +248,7 @@ def test_a_real_agent_joins_a_run_under_way_and_its_death_changes_neither_run_no
 ) -> None:
     """Over lines so slow that the run waits most of the time, and the agent has time to join."""
     name = "[/dim]<b>phone</b>"  # a name is never interpreted
-    small = (*SMALL, *MODEL, "--devices", "12", "--steps", "16", "--set", "fleet.line_share=0.003")
+    small = (*SMALL, *MODEL, "--no-predict", "--devices", "12", "--steps", "16", "--set", "fleet.line_share=0.003")
     program = start_warm("cleave", "run", "quickstart", *small, cwd=tmp_path)
     address = re.search(r"tcp://[\d.:]+", program.expect("server at", RUN_LIMIT_S))
     assert address is not None

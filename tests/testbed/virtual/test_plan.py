@@ -100,8 +100,8 @@ def test_with_a_slow_server_the_plan_sends_less_and_never_beats_its_line() -> No
         (["--model", "opt-tiny", "--format", "xml"], "table or json"),
     ],
 )
-def test_a_mistake_gets_one_line(start: Start, arguments: list[str], told: str) -> None:
-    done = cleave(start, *arguments)
+def test_a_mistake_gets_one_line(start_light: Start, arguments: list[str], told: str) -> None:
+    done = cleave(start_light, *arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr

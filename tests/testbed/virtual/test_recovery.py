@@ -213,8 +213,8 @@ def test_the_command_prints_a_table_and_its_assumptions(start_warm: Start) -> No
         (["--format", "xml"], "--format"),
     ],
 )
-def test_bad_input_ends_with_2_and_one_line(start_warm: Start, arguments: list[str], told: str) -> None:
-    done = cleave(start_warm, *arguments)
+def test_bad_input_ends_with_2_and_one_line(start_light: Start, arguments: list[str], told: str) -> None:
+    done = cleave(start_light, *arguments)
     assert done.returncode == 2
     assert told in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
