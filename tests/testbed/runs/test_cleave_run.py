@@ -199,7 +199,7 @@ def test_without_a_prediction_blocks_alone_are_judged(launch: Launch) -> None:
 @pytest.mark.slow
 def test_the_scenario_of_a_real_model_at_a_small_size(launch: Launch) -> None:
     """The whole lines and the clock of the scenario, a smaller model and fleet."""
-    run = Run(*launch("opt-125m", "--steps", "1", *MODEL))
+    run = Run(*launch("opt-125m", "--steps", "1", *MODEL, "--devices", "12"))
     assert run.summary["loss_max_abs_diff"] <= 1e-4
     assert run.summary["verdict"] in ("VALID", "DEGRADED")
     assert run.summary["clock"]["kind"] in ("wall", "scaled")
