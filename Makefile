@@ -14,6 +14,9 @@ CREATED := $(VENV)/.created
 PYTEST := $(BIN)/python -m pytest
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+# Packages come without bytecode (see PIP). Where none may be written either, every process compiles PyTorch anew: 20 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup testbed image test lint bench bench-gate chaos fuzz phones clean
 
@@ -87,7 +90,8 @@ $(RUNTIME): requirements.lock pyproject.toml | $(CREATED)
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+# Meanwhile the bytecode of PyTorch is made, which otherwise every process of the first tests would make for itself.
 $(DEV): requirements-dev.lock $(RUNTIME)
 	@echo "Installing the packages for tests and lint (once; under a minute)"
-	@$(PIP) -r requirements-dev.lock
+	@$(BIN)/python tests/helpers/warm.py & compiling=$$!; $(PIP) -r requirements-dev.lock && wait $$compiling
 	@touch $@

@@ -25,6 +25,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+# In an environment that forbids bytecode, every program of a test would compile all that it imports: PyTorch in 20 s
+# instead of 8.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before anything imports NumPy, and for everything that tests start: matrices are small here, and threads of several
 # processes that wait for each other in them made a fit of 2 s take 80.
 for _variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):

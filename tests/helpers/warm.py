@@ -2,7 +2,8 @@
 more than everything else in a small run. One process imports it, computes nothing, and forks into each command: such
 a command is still a process of its own, with its signals, exit code and output.
 
-Linux only: elsewhere a process with this many libraries cannot be forked safely.
+Linux only: elsewhere a process with this many libraries cannot be forked safely. `python tests/helpers/warm.py` imports
+everything and ends, so that later processes find the bytecode.
 """
 
 from __future__ import annotations
@@ -213,7 +214,10 @@ def _leave(code: int) -> None:
     os._exit(code & 0xFF)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not sys.argv[1:]:  # only to have the bytecode made
+    for _name in LOADED:
+        importlib.import_module(_name)
+elif __name__ == "__main__":
     _code, _arguments, _environment, _cwd = _load(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]).serve()
     os.environ.clear()
     os.environ.update(_environment)
