@@ -215,8 +215,9 @@ class SignalStop:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._write.send(b"!")
+        if not self.requested:  # the launcher repeats it
+            self.requested = True
+            self._write.send(b"!")
 
     def fileno(self) -> int:
         return self._read.fileno()

@@ -428,11 +428,21 @@ launch() { # run the agent, and after an update the new one; see agent/identity/
             fi
         fi
         while [ -z "$code" ] || alive "$child"; do # a signal interrupts a wait
-            wait "$child"
-            code=$?
+            code=''
+            if [ -n "$stopping" ] && alive "$child"; then
+                pass_on_the_stop
+            else
+                wait "$child"
+                code=$?
+            fi
         done
         if [ "$code" != 76 ] || [ -n "$stopping" ] || [ ! -s "$folder/agent.zip.trial" ]; then exit "$code"; fi
     done
+}
+
+pass_on_the_stop() { # and wait a moment. Again and again: a child that is still a copy of this shell forgets a signal
+    if [ -n "$stopping" ]; then kill "$child" 2>/dev/null; fi
+    sleep 0.2
 }
 
 read_trial() { # sets trial: the number of a new bundle that has not proven itself
@@ -449,13 +459,13 @@ watch_trial() { # true: it got as far as joining and went on, or ended in good o
     waited=0
     until [ "$(cat "$folder/agent.zip.started" 2>/dev/null)" = "$trial" ]; do
         if [ "$waited" -ge $((5 * start_s)) ] || ! alive "$child"; then return 1; fi
-        sleep 0.2
+        pass_on_the_stop
         waited=$((waited + 1))
     done
     waited=0
     while alive "$child"; do
         [ "$waited" -lt $((5 * settle_s)) ] || return 0
-        sleep 0.2
+        pass_on_the_stop
         waited=$((waited + 1))
     done
     wait "$child"
