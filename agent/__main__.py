@@ -215,9 +215,8 @@ class SignalStop:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.requested:  # the launcher repeats it
-            self.requested = True
-            self._write.send(b"!")
+        self.requested = True
+        self._write.send(b"!")
 
     def fileno(self) -> int:
         return self._read.fileno()

@@ -403,7 +403,7 @@ launch() { # run the agent, and after an update the new one; see agent/identity/
     find_python
     cd "$folder" || fail "there is no folder $folder" # Python looks for modules in the current folder first
     child='' stopping='' tries=0
-    trap 'stopping=yes; if [ -n "$child" ]; then kill "$child" 2>/dev/null; fi' TERM INT
+    trap 'stopping=yes; stop_child' TERM INT
     while :; do
         read_trial
         code=''
@@ -414,7 +414,7 @@ launch() { # run the agent, and after an update the new one; see agent/identity/
         CLEAVE_LAUNCHER=1 PYTHONPATH="$folder/agent.zip" "$python" -m agent "$@" &
         child=$!
         printf '%s\n' "$child" >"$folder/agent.pid"
-        if [ -n "$stopping" ]; then kill "$child" 2>/dev/null; fi
+        if [ -n "$stopping" ]; then stop_child; fi
         if [ -n "$trial" ]; then
             if watch_trial; then
                 end_trial
@@ -428,21 +428,17 @@ launch() { # run the agent, and after an update the new one; see agent/identity/
             fi
         fi
         while [ -z "$code" ] || alive "$child"; do # a signal interrupts a wait
-            code=''
-            if [ -n "$stopping" ] && alive "$child"; then
-                pass_on_the_stop
-            else
-                wait "$child"
-                code=$?
-            fi
+            wait "$child"
+            code=$?
         done
         if [ "$code" != 76 ] || [ -n "$stopping" ] || [ ! -s "$folder/agent.zip.trial" ]; then exit "$code"; fi
     done
 }
 
-pass_on_the_stop() { # and wait a moment. Again and again: a child that is still a copy of this shell forgets a signal
-    if [ -n "$stopping" ]; then kill "$child" 2>/dev/null; fi
-    sleep 0.2
+stop_child() { # not before it is the agent: while it is still a copy of this shell it would forget the signal
+    [ -n "$child" ] || return 0
+    while alive "$child" && ! tr '\0' ' ' 2>/dev/null <"/proc/$child/cmdline" | grep -q -- ' -m agent '; do sleep 0.1; done
+    kill "$child" 2>/dev/null
 }
 
 read_trial() { # sets trial: the number of a new bundle that has not proven itself
@@ -459,13 +455,13 @@ watch_trial() { # true: it got as far as joining and went on, or ended in good o
     waited=0
     until [ "$(cat "$folder/agent.zip.started" 2>/dev/null)" = "$trial" ]; do
         if [ "$waited" -ge $((5 * start_s)) ] || ! alive "$child"; then return 1; fi
-        pass_on_the_stop
+        sleep 0.2
         waited=$((waited + 1))
     done
     waited=0
     while alive "$child"; do
         [ "$waited" -lt $((5 * settle_s)) ] || return 0
-        pass_on_the_stop
+        sleep 0.2
         waited=$((waited + 1))
     done
     wait "$child"

@@ -316,13 +316,12 @@ def test_a_release_that_does_not_start_is_rolled_back_and_not_tried_again(
 def test_a_stop_during_a_trial_is_obeyed_and_the_trial_continues_at_the_next_start(
     phone: Phone, newer: NewerServer, tmp_path: Path, until: Until
 ) -> None:
-    # Like a child that gets the signal while it is still a copy of the launcher's shell: it forgets the first one.
-    forgets = "signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))"
-    code = f"import threading\n{forgets}\nopen('waits', 'w').close()\nthreading.Event().wait()"
-    newer.offer_signed(make_bundle(tmp_path, NEXT, VERSION + 1, module="__main__", code=code))
+    newer.offer_signed(make_bundle(tmp_path, NEXT, VERSION + 1, **BROKEN["hangs"]))
     program = joined(phone, newer)
     newer.refuse()
-    until((phone.home / "waits").exists, "the new agent is started")
+    until(lambda: phone.place.read_bytes() != phone.installed, "the new bundle is in place")
+    agent_pid = (phone.home / "agent.pid").read_text()
+    until(lambda: (phone.home / "agent.pid").read_text() != agent_pid, "the new agent is started")
     program.signal(signal.SIGTERM)
     assert program.wait() != 0
     assert phone.place.with_name("agent.zip.trial").exists()
