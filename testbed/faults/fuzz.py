@@ -343,15 +343,29 @@ class _Callers:
                         self._outcome.blocks_to_strangers += 1
 
     def _check_alive(self) -> None:
-        """Check that a well-behaved device is admitted and answered."""
+        """Check that a well-behaved device is admitted and answered. In a crowd its connection may be displaced when
+        its ticket has been taken; as every agent does, it then asks for another one."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not self._answered(deadline_s):
+            if time.monotonic() > deadline_s:
+                raise Unanswered(f"the server did not answer within {PATIENCE_S:.0f} s")
+
+    def _answered(self, deadline_s: float) -> bool:
+        """False if the ticket was refused, or nothing came in time."""
         where, credentials = self._entered()
         with self._context.socket(zmq.DEALER) as line:
             line.setsockopt(zmq.LINGER, 0)
             credentials.apply(line)
-            line.connect(where)
-            line.send_multipart([bytes(frame) for frame in encode(Probe(1 << 40, 0, b""))])
-            if not line.poll(int(1000 * PATIENCE_S)):
-                raise Unanswered(f"the server did not answer within {PATIENCE_S:.0f} s")
+            with line.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as refused:
+                line.connect(where)
+                line.send_multipart([bytes(frame) for frame in encode(Probe(1 << 40, 0, b""))])
+                poller = zmq.Poller()
+                poller.register(line, zmq.POLLIN)
+                poller.register(refused, zmq.POLLIN)
+                found = dict(poller.poll(max(0, int(1000 * (deadline_s - time.monotonic())))))
+                line.disable_monitor()
+        self._outcome.sent["tickets taken in vain"] += refused in found and line not in found
+        return line in found
 
     def _entered(self) -> tuple[str, Credentials]:
         try:
