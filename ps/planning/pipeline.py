@@ -28,7 +28,16 @@ from numpy.typing import NDArray
 
 from ps.planning import settings
 from ps.planning.capacity import SHAPES, Areas, CostModel
-from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, queue_seconds, usable_bytes
+from ps.planning.cost import (
+    BYTES,
+    CHUNKS_HELD,
+    Integers,
+    Numbers,
+    chunk_length,
+    chunk_lengths,
+    queue_seconds,
+    usable_bytes,
+)
 from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
 
@@ -178,14 +187,10 @@ def cut_boxes(
 ) -> tuple[Integers, Integers]:
     """Blocks in the order of their devices. Each fits its device's memory; unstreamed, if dividing a batch achieves
     that. Rectangles are cut into strips if these need no streaming: streamed strips could share nothing."""
-    budget = usable_bytes(profiles)
     boxes = np.column_stack([boxes, strips])  # halves keep their number of strips
 
-    def chunk(t: Integers, d: Integers) -> Integers:
-        return chunk_length(t[:, 1], t[:, 3], shape.inner, t[:, 5], budget[d])
-
     def too_large(t: Integers, d: Integers) -> NDArray[np.bool_]:
-        length = chunk(t, d)
+        length = chunk_lengths(t, d, shape.inner, profiles)
         large: NDArray[np.bool_] = (length == 0) | ((length < shape.inner) & (t[:, 1] > 1))
         return large
 
@@ -200,7 +205,7 @@ def cut_boxes(
     largest = boxes.copy()
     share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
     largest[np.arange(len(boxes)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
-    count = np.where(chunk(largest, device) < shape.inner, 1, count)
+    count = np.where(chunk_lengths(largest, device, shape.inner, profiles) < shape.inner, 1, count)
     index = np.repeat(np.arange(len(boxes)), count)
     number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
     begin, end = (
@@ -217,57 +222,40 @@ def cut_boxes(
     return boxes[order], device[order]
 
 
-def chunks_of(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Integers:
-    """Number of chunks in which the operands of each block arrive; 1: whole."""
-    length = chunk_length(boxes[:, 1], boxes[:, 3], shape.inner, boxes[:, 5], usable_bytes(profiles)[device])
-    chunks: Integers = -(-shape.inner // np.maximum(length, 1))
-    return chunks
-
-
 def made_plan(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
-    """The plan of these blocks: the slabs that each brings, and when the last device ends."""
-    chunks = chunks_of(boxes, device, shape, profiles)
-    fresh = fresh_slabs(boxes, device, chunks)
-    used, ends_s = device_ends(boxes, device, fresh, shape, profiles, chunks)
-    end_of = np.zeros(len(profiles))
-    end_of[used] = ends_s
-    return Plan(boxes, device, fresh, float(ends_s.max()), chunks, end_of[device])
+    """The plan of these blocks: the slabs that each brings, and when its device ends."""
+    fresh = fresh_slabs(boxes, device, shape, profiles)
+    ends_s = _device_ends(boxes, device, fresh, shape, profiles)
+    return Plan(boxes, device, fresh, float(ends_s.max()), ends_s[device])
 
 
-def fresh_slabs(boxes: Integers, device: Integers, chunks: Integers) -> NDArray[np.bool_]:
-    """Which slabs each block brings to its device, in the order of the blocks."""
-    return np.column_stack([_first(boxes, device, chunks, 2), _first(boxes, device, chunks, 4)])
-
-
-def _first(boxes: Integers, device: Integers, chunks: Integers, axis: int) -> NDArray[np.bool_]:
-    """Whether each block is the first of its device with this range, among blocks that come whole."""
-    batch, size = int(boxes[:, :2].max()) + 1, int(boxes[:, axis : axis + 2].max()) + 1
+def fresh_slabs(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Whether each block brings its rows, and its columns: unless it and an earlier block of its device, with the same
+    range, come whole."""
+    batch = int(boxes[:, :2].max()) + 1
     matrix = (device * batch + boxes[:, 0]) * batch + boxes[:, 1]
-    span = boxes[:, axis] * size + boxes[:, axis + 1]
-    whole = np.flatnonzero(chunks == 1)
-    order = whole[np.lexsort((span[whole], matrix[whole]))]  # stable: the first of equal blocks stays first
-    first = np.ones(len(boxes), np.bool_)
-    first[order[1:]] = (np.diff(matrix[order]) != 0) | (np.diff(span[order]) != 0)
-    return first
+    whole = np.flatnonzero(chunk_lengths(boxes, device, shape.inner, profiles) == shape.inner)
+    fresh = np.ones((len(boxes), 2), np.bool_)
+    for side, axis in enumerate((2, 4)):
+        span = boxes[:, axis] * (int(boxes[:, axis : axis + 2].max()) + 1) + boxes[:, axis + 1]
+        order = whole[np.lexsort((span[whole], matrix[whole]))]  # stable: the first of equal blocks stays first
+        fresh[order[1:], side] = (np.diff(matrix[order]) != 0) | (np.diff(span[order]) != 0)
+    return fresh
 
 
-def device_ends(
-    boxes: Integers,
-    device: Integers,
-    fresh: NDArray[np.bool_],
-    shape: Shape,
-    profiles: NDArray[np.void],
-    chunks: Integers,
-) -> tuple[Integers, Numbers]:
-    """Devices that have work, and when each ends: its blocks pass the three queues one after another."""
+def _device_ends(
+    boxes: Integers, device: Integers, fresh: NDArray[np.bool_], shape: Shape, profiles: NDArray[np.void]
+) -> Numbers:
+    """When each device ends, by id; 0 without work. Its blocks pass the three queues one after another."""
     order = np.argsort(device, kind="stable")
-    boxes, chunks, fresh, mine = boxes[order], chunks[order], fresh[order], device[order]
+    boxes, fresh, mine = boxes[order], fresh[order], device[order]
     starts = np.flatnonzero(np.diff(mine, prepend=-1))
     count = np.diff(starts, append=len(mine))
     longest = np.argsort(-count, kind="stable")  # longest first, so that the devices that still have a block come first
     starts, count = starts[longest], count[longest]
     batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
     lines = batches * (rows * fresh[:, 0] + columns * fresh[:, 1])
+    chunks = -(-shape.inner // np.maximum(chunk_lengths(boxes, mine, shape.inner, profiles), 1))
     down_s, compute_s, up_s = queue_seconds(profiles, mine, shape.inner, batches, rows, columns, lines, chunks)
     # the first chunk can be computed when it arrives, the last one not before the download ends
     after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
@@ -279,8 +267,9 @@ def device_ends(
         computed[:on] = np.maximum(computed[:on] + compute_s[at], ready_s)
         downloaded[:on] += down_s[at]
         uploaded[:on] = np.maximum(uploaded[:on], computed[:on]) + up_s[at]
-    used = mine[starts]
-    return used, 2 * profiles["latency_s"][used] + uploaded
+    ends_s = np.zeros(len(profiles))
+    ends_s[mine[starts]] = 2 * profiles["latency_s"][mine[starts]] + uploaded
+    return ends_s
 
 
 def rectangles(boxes: Integers, device: Integers) -> list[Integers]:

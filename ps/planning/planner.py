@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -36,7 +35,6 @@ from ps.planning.share_cap import NO_CAP, Cap, capped
 from ps.planning.sharing import able_devices, grid_plan, shared
 from ps.planning.teams import Relaxation, deal
 
-NONE_REVISED: Mapping[int, int] = MappingProxyType({})
 NONE_BUSY: Integers = np.empty(0, np.int64)
 
 
@@ -107,25 +105,21 @@ class Planner:
         requests: Sequence[Request] | Question,
         profiles: NDArray[np.void],
         able: Integers,
-        revised: Mapping[int, int] = NONE_REVISED,
+        revision: int = 0,
         busy: Integers = NONE_BUSY,
     ) -> list[Plan]:
-        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revised`: devices whose profile
-        has changed, each with the number of its latest change, a later one greater; `busy`: ids at work on deferred
-        products, to be left alone. The requests are ready at the same moment and are planned together."""
+        """`profiles`: every device ever, by id; `able`: ids that may get work, sorted; `revision`: number of the latest
+        change of a profile; `busy`: ids at work on deferred products, to be left alone. The requests are ready at the
+        same moment and are planned together."""
         question = Question.of(requests)
         with self._lock:
             if self._latest is not None and (before := self._cache.get(self._latest)) is not None:
                 before.followed_by = question
             self._latest = question
-            return self._current(question, profiles, able, revised, busy, used=True)
+            return self._current(question, profiles, able, revision, busy, used=True)
 
     def plan_ahead(
-        self,
-        profiles: NDArray[np.void],
-        able: Integers,
-        revised: Mapping[int, int] = NONE_REVISED,
-        busy: Integers = NONE_BUSY,
+        self, profiles: NDArray[np.void], able: Integers, revision: int = 0, busy: Integers = NONE_BUSY
     ) -> None:
         """Make the plans for the question that followed the latest one last time: while the devices work, planning
         costs nothing."""
@@ -134,12 +128,12 @@ class Planner:
             if question is None or question not in self._cache:
                 return
             kept = self._cache[question]
-            if kept.revision == max(revised.values(), default=0) and np.isin(kept.able, able).all():
+            if kept.revision == revision and np.isin(kept.able, able).all():
                 return  # no device is missing; which are busy by then is not known yet
             if not (question.deferred or question.ahead):  # another pass: by then no device is busy
                 busy = NONE_BUSY
             with suppress(PlanError):  # the error is raised again when the question is asked
-                self._current(question, profiles, able, revised, busy, used=False)
+                self._current(question, profiles, able, revision, busy, used=False)
 
     @property
     def upcoming(self) -> Question | None:
@@ -152,27 +146,24 @@ class Planner:
         question: Question,
         profiles: NDArray[np.void],
         able: Integers,
-        revised: Mapping[int, int],
+        revision: int,
         busy: Integers,
         used: bool,
     ) -> list[Plan]:
         able = without(able, busy)
-        revision = max(revised.values(), default=0)
         kept = self._cache.get(question)
         if kept is not None:
             self._cache.move_to_end(question)
             if kept.revision == revision and self._repaired(kept, question, profiles, able, used):
                 return kept.plans
-        if self.kind == "grid":
-            plans = gridded(question.requests, profiles, able)
-        elif question.defers and self.cap.strict:  # a team may be too small for the cap
-            plans = solved(question.level.critical, profiles, able) + [WAITS] * question.deferred
-        elif question.defers:
-            plans = self._solved_beside(question, profiles, able)
+        solve = gridded if self.kind == "grid" else solved
+        if self.kind == "grid" or not question.defers:
+            plans = solve(question.requests, profiles, able)
+        elif self.cap.strict:  # a team may be too small for the cap
+            plans = solve(question.level.critical, profiles, able) + [WAITS] * question.deferred
         else:
-            plans = solved(question.requests, profiles, able)
+            plans = self._solved_beside(question, profiles, able)
         if self.cap.strict or not question.defers:
-            solve = gridded if self.kind == "grid" else solved
             ends_s = partial(question.ends_s, profiles=profiles)
             plans = capped(self.cap, question.requests, plans, profiles, able, solve, ends_s)
         self.remember(question, able, plans, profiles, revision)
@@ -206,14 +197,10 @@ class Planner:
                 return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
         raise AssertionError("teams that were just found are all there")
 
-    def has_ready(
-        self, question: Question, able: Integers, revised: Mapping[int, int] = NONE_REVISED, busy: Integers = NONE_BUSY
-    ) -> bool:
+    def has_ready(self, question: Question, able: Integers, revision: int, busy: Integers) -> bool:
         """Whether the kept plans are valid unchanged."""
         kept = self._cache.get(question)
-        if kept is None or kept.revision != max(revised.values(), default=0):
-            return False
-        return np.array_equal(kept.able, without(able, busy))
+        return kept is not None and kept.revision == revision and np.array_equal(kept.able, without(able, busy))
 
     def adopt(self, other: Planner) -> None:
         """Know what another planner knows: its plans are for the same devices, with the same numbers."""
@@ -226,7 +213,7 @@ class Planner:
         self, question: Question, able: Integers, plans: list[Plan], profiles: NDArray[np.void], revision: int = 0
     ) -> None:
         """Keep these new plans. Corrections of profiles up to `revision` were known when they were made."""
-        own = _unchanging(able)
+        own = able.copy()  # the caller may change its array later
         followed_by = self._cache[question].followed_by if question in self._cache else None
         ends_s = question.ends_s(plans, profiles)
         self._cache[question] = _Cached(own, own, plans, ends_s, revision, followed_by=followed_by)
@@ -241,7 +228,7 @@ class Planner:
         nothing yet. Both make the plans end later than new ones would; once their uses have lost as much time as new
         plans cost, they are made anew."""
         plans, wastes_s = kept.plans, kept.wastes_s
-        if kept.able is not able and not np.array_equal(kept.able, able):
+        if not np.array_equal(kept.able, able):
             if self.cap.strict:
                 return False  # others might get more than their share
             try:
@@ -252,7 +239,7 @@ class Planner:
             wastes_s = max(0.0, ends_s - kept.ends_s) + (1 - np.isin(able, kept.solved_for).mean()) * ends_s
         if kept.wasted_s + wastes_s > settings.NOW.solving_s * len(plans):
             return False
-        kept.plans, kept.able, kept.wastes_s = plans, _unchanging(able), wastes_s
+        kept.plans, kept.able, kept.wastes_s = plans, able.copy(), wastes_s
         if used:
             kept.wasted_s += wastes_s
         return True
@@ -270,7 +257,7 @@ def without_the_lost(
     busy_s = np.zeros(len(profiles))  # until when each device is busy with its own blocks
     for plan in plans:
         used, first = np.unique(plan.device, return_index=True)
-        busy_s[used] += plan.makespan_s if plan.ends_s is None else plan.ends_s[first]
+        busy_s[used] += plan.ends_s[first]
     busy_s = np.maximum(busy_s - 2 * profiles["latency_s"], 0.0)
     found = []
     for plan, request, lost in zip(plans, requests, gone, strict=True):
@@ -289,7 +276,6 @@ def without_the_lost(
             )
             boxes = np.concatenate([plan.boxes[~lost], boxes])
             plan = made_plan(boxes, np.concatenate([plan.device[~lost], mine[owner]]), shape, profiles)
-            assert plan.ends_s is not None
             np.maximum.at(busy_s, plan.device, plan.ends_s)  # no device helps two products beyond its time
         found.append(plan)
     return found
@@ -303,8 +289,7 @@ def _ends_s(plans: list[Plan], profiles: NDArray[np.void]) -> float:
     busy_s = np.zeros(len(profiles))
     for plan in plans:
         used, first = np.unique(plan.device, return_index=True)
-        ends_s = plan.makespan_s if plan.ends_s is None else plan.ends_s[first]
-        busy_s[used] += ends_s - 2 * profiles["latency_s"][used]
+        busy_s[used] += plan.ends_s[first] - 2 * profiles["latency_s"][used]
     used = np.flatnonzero(busy_s)
     return float((busy_s + 2 * profiles["latency_s"])[used].max(initial=0.0))
 
@@ -315,11 +300,6 @@ def without(able: Integers, busy: Integers) -> Integers:
         return able
     free: Integers = able[~np.isin(able, busy)]
     return free if len(free) else able
-
-
-def _unchanging(able: Integers) -> Integers:
-    """The caller may change its array later; the kept one must not change with it."""
-    return able.copy() if able.flags.writeable else able
 
 
 def gridded(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
@@ -368,19 +348,19 @@ class Inquiry:
     question: Question | None  # None: plan ahead
     profiles: NDArray[np.void]
     able: Integers
-    revised: Mapping[int, int]
+    revision: int
     busy: Integers
 
     @property
     def takes_long(self) -> bool:
         """Whether the answer needs other plans than those that are kept."""
         question = self.question or self.planner.upcoming
-        return question is not None and not self.planner.has_ready(question, self.able, self.revised, self.busy)
+        return question is not None and not self.planner.has_ready(question, self.able, self.revision, self.busy)
 
     def answer(self) -> list[Plan]:
         """Plans; an empty list if there are none, or if the inquiry only plans ahead."""
         if self.question is None:
-            self.planner.plan_ahead(self.profiles, self.able, self.revised, self.busy)
+            self.planner.plan_ahead(self.profiles, self.able, self.revision, self.busy)
             return []
         with suppress(PlanError):  # the dispatcher finds out when the jobs begin, and says why
             return self.plans()
@@ -390,8 +370,8 @@ class Inquiry:
         """Plans without the devices that work on deferred products; with them, if the others do not suffice."""
         assert self.question is not None
         try:
-            return self.planner.plan(self.question, self.profiles, self.able, self.revised, self.busy)
+            return self.planner.plan(self.question, self.profiles, self.able, self.revision, self.busy)
         except PlanError:
             if not len(self.busy):
                 raise
-            return self.planner.plan(self.question, self.profiles, self.able, self.revised)
+            return self.planner.plan(self.question, self.profiles, self.able, self.revision)

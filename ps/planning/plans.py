@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ps.planning.cost import Integers
+from ps.planning.cost import Integers, Numbers
 
 
 class PlanError(ValueError):
@@ -63,8 +63,8 @@ class Plan:
     device: Integers  # [k] device ids
     fresh: NDArray[np.bool_]  # [k, 2]: whether the block brings its rows (left slab), its columns (right slab)
     makespan_s: float  # modelled for the first use, when no slab is kept and the fleet is idle
-    chunks: Integers | None = None  # [k]: number of chunks of its operands
-    ends_s: NDArray[np.float64] | None = None  # [k]: when its device has finished all its blocks
+    # [k]: when its device has finished all its blocks; empty in plans that are not the planner's
+    ends_s: Numbers = field(default_factory=lambda: np.empty(0))
     firm: bool = False  # each block is sent as soon as there is credit, and to no other device while its own lives
 
     @property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ps.planning import settings
 from ps.planning.cost import Integers, block_seconds, chunk_length, least_bytes, usable_bytes
-from ps.planning.pipeline import chunks_of, fresh_slabs
+from ps.planning.pipeline import fresh_slabs
 from ps.planning.plans import Plan, Shape
 
 
@@ -47,8 +47,7 @@ def with_trial_blocks(plan: Plan, shape: Shape, profiles: NDArray[np.void], devi
     if not trials:
         return plan
     boxes, owner = np.concatenate([boxes, np.stack(trials)]), np.concatenate([owner, np.array(given, np.int64)])
-    chunks = chunks_of(boxes, owner, shape, profiles)
-    return Plan(boxes, owner, fresh_slabs(boxes, owner, chunks), plan.makespan_s, chunks)
+    return Plan(boxes, owner, fresh_slabs(boxes, owner, shape, profiles), plan.makespan_s)
 
 
 def _axis(box: Integers, fresh: NDArray[np.bool_]) -> int:

@@ -23,7 +23,7 @@ from ps.planning.cost import (
     queue_seconds,
     usable_bytes,
 )
-from ps.planning.pipeline import chunks_of, fresh_slabs, rectangles
+from ps.planning.pipeline import fresh_slabs, rectangles
 from ps.planning.sharing import shared
 from ps.scheduling import settings
 from ps.scheduling.beliefs import Beliefs
@@ -131,8 +131,7 @@ class Assignments:
         ends_s = all_s[2, np.isin(candidates, list(at_it))].max(initial=0.0)
         profiles = self._beliefs.profiles[candidates]
         made, owner, of = shared(boxes, job.shape.inner, profiles, sent_s, all_s, ends_s, most)
-        chunks = chunks_of(made, owner, job.shape, profiles)
-        return made, candidates[owner], fresh_slabs(made, owner, chunks), of
+        return made, candidates[owner], fresh_slabs(made, owner, job.shape, profiles), of
 
     def add(
         self,

@@ -100,7 +100,7 @@ class Beliefs:
         self._revision += 1
         self.revised |= dict.fromkeys(devices, self._revision)
 
-    def revised_since(self, known: Iterable[int]) -> list[int]:
-        """Devices that were revised after the latest of these revisions."""
-        latest = max(known, default=0)
-        return [device for device, revision in self.revised.items() if revision > latest]
+    @property
+    def revision(self) -> int:
+        """The latest of any device that is there."""
+        return max(self.revised.values(), default=0)

@@ -80,15 +80,14 @@ class Dispatcher:
     def _inquiry(self, question: Question | None) -> Inquiry:
         self._beliefs.correct(self._state.now_s)
         beliefs, busy = self._beliefs, self._assignments.teams.busy
-        return Inquiry(self._planner, question, beliefs.profiles, self._standing.able, dict(beliefs.revised), busy)
+        return Inquiry(self._planner, question, beliefs.profiles, self._standing.able, beliefs.revision, busy)
 
     def with_plans(self, event: JobsSubmitted, inquiry: Inquiry, plans: list[Plan]) -> JobsSubmitted:
         """The event with the answer to its inquiry. Without it if a device of these plans has left, or its profile was
         revised since (a correction, or another device with the same id)."""
-        since, able = self._beliefs.revised_since(inquiry.revised.values()), self._standing.able
-        if not plans or not all(
-            np.isin(plan.device, able).all() and not np.isin(plan.device, since).any() for plan in plans
-        ):
+        revised = [d for d, revision in self._beliefs.revised.items() if revision > inquiry.revision]
+        valid = np.setdiff1d(self._standing.able, revised)
+        if not plans or not all(np.isin(plan.device, valid).all() for plan in plans):
             return event
         jobs = _in_order(self._with_held(event))
         given = iter(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -24,7 +24,7 @@ from emulator.model.link import Links
 from emulator.model.performance import Models
 from ps.graph.executor import Executor
 from ps.planning.cost import Integers
-from ps.planning.planner import NONE_BUSY, NONE_REVISED, Planner, Question, without
+from ps.planning.planner import NONE_BUSY, Planner, Question, without
 from ps.planning.plans import Level, Plan, Request
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
@@ -144,11 +144,11 @@ class PredictionPlanner(Planner):
         requests: Sequence[Request] | Question,
         profiles: NDArray[np.void],
         able: Integers,
-        revised: Mapping[int, int] = NONE_REVISED,
+        revision: int = 0,
         busy: Integers = NONE_BUSY,
     ) -> list[Plan]:
         question = Question.of(requests)
-        if self._shared and len(able) == self._devices and not revised and not self.knows(question):
+        if self._shared and len(able) == self._devices and not revision and not self.knows(question):
             plans = self._run.plan(question, profiles, able, busy=busy)
             self.remember(question, without(able, busy), plans, profiles)
-        return super().plan(question, profiles, able, revised, busy)
+        return super().plan(question, profiles, able, revision, busy)

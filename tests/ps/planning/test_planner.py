@@ -300,15 +300,14 @@ def test_a_plan_does_not_depend_on_earlier_beliefs() -> None:
     """Otherwise plans follow every change of belief: after a pause of all pods, eight times as many blocks and steps
     twice as long, for good."""
     table, planner, able = uniform_fleet("paper", 40, seed=0, line_share=0.05), Planner(), np.arange(40)
-    requests, revised = [Request(Shape(1, 300, 64, 300)), Request(Shape(1, 64, 300, 300))], dict[int, int]()
+    requests = [Request(Shape(1, 300, 64, 300)), Request(Shape(1, 64, 300, 300))]
     for revision in range(1, 30):
         believed = table.copy()
         slow = np.random.default_rng(revision).choice(40, 12, replace=False)
         for rate in ("flops", "down_bps", "up_bps"):
             believed[rate][slow] /= 20
-        revised |= dict.fromkeys(slow.tolist(), revision)
-        planner.plan(requests, believed, able, revised)
-    again = planner.plan(requests, table, able, revised | {0: 30})
+        planner.plan(requests, believed, able, revision)
+    again = planner.plan(requests, table, able, revision=30)
     fresh = Planner().plan(requests, table, able)
     assert [plan.boxes.tolist() for plan in again] == [plan.boxes.tolist() for plan in fresh]
     assert [plan.device.tolist() for plan in again] == [plan.device.tolist() for plan in fresh]
@@ -383,15 +382,15 @@ def test_a_device_slower_than_it_claimed_is_taken_out_of_plans_and_may_help_else
     wanted = [Request(Shape(1, 1000, 64, 1000))]
     before = planner.plan(wanted, table, able)[0]
     slow = int(before.device[0])
-    assert planner.plan(wanted, table, able, {})[0] is before
+    assert planner.plan(wanted, table, able, revision=0)[0] is before
     corrected = table.copy()
     for rate in ("flops", "down_bps", "up_bps"):
         corrected[rate][slow] /= 20
-    after = planner.plan(wanted, corrected, able, {slow: 1})[0]
+    after = planner.plan(wanted, corrected, able, revision=1)[0]
     assert_keeps_its_promises(after, wanted[0].shape, [Profile(*row) for row in corrected.tolist()], able)
     mine = [int((plan.boxes[:, 3] * plan.boxes[:, 5])[plan.device == slow].sum()) for plan in (before, after)]
     assert mine[1] < mine[0] / 5
-    assert planner.plan(wanted, corrected, able, {slow: 1})[0] is after, "the plan is cached"
+    assert planner.plan(wanted, corrected, able, revision=1)[0] is after, "the plan is cached"
 
 
 def test_a_device_that_joins_is_in_the_plan_once_leaving_it_out_has_cost_as_much_as_a_new_plan() -> None:

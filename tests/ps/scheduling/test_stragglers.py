@@ -286,7 +286,9 @@ def shares(world: Clockwork, shape: Shape) -> NDArray[np.int64]:
     """Cells of each device in the dispatcher's current plan of a product."""
     dispatcher = world.dispatcher
     dispatcher._beliefs.correct(world.now_s)
-    (plan,) = dispatcher._planner.plan([Request(shape)], dispatcher.profiles, np.arange(6), dispatcher._beliefs.revised)
+    (plan,) = dispatcher._planner.plan(
+        [Request(shape)], dispatcher.profiles, np.arange(6), dispatcher._beliefs.revision
+    )
     return np.bincount(plan.device, plan.boxes[:, 3] * plan.boxes[:, 5], 6).astype(np.int64)
 
 

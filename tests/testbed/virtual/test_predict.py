@@ -245,9 +245,9 @@ def test_revised_plans_of_a_prediction_stay_in_it() -> None:
     plans = predicting.plan(requests, profiles, all_devices)
     assert run.plan(requests, profiles, all_devices) is plans  # made once
     lost = int(plans[0].device[0])
-    (without,) = predicting.plan(requests, profiles, np.delete(all_devices, lost), {3: 1})
+    (without,) = predicting.plan(requests, profiles, np.delete(all_devices, lost), revision=1)
     assert lost not in without.device.tolist()
-    assert predicting.plan(requests, profiles, all_devices, {3: 1}) is not plans
+    assert predicting.plan(requests, profiles, all_devices, revision=1) is not plans
     assert run.plan(requests, profiles, all_devices) is plans
 
 
