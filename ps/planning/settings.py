@@ -7,9 +7,8 @@ Newton's method) stands where it is used. docs/decisions/0017 has the table.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,14 +58,10 @@ class Settings:
 NOW = Settings()
 
 
-def using(**changes: Any) -> AbstractContextManager[None]:
-    """Other values for a while. For measurements; not for several threads with different values."""
-    return replaced(sys.modules[__name__], changes)
-
-
 @contextmanager
-def replaced(room: Any, changes: Mapping[str, Any]) -> Iterator[None]:
-    """The same for the settings of any room."""
+def using(room: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Other values for a while; `room`: this module, or that of scheduling. For measurements; not for several threads
+    with different values."""
     before, room.NOW = room.NOW, replace(room.NOW, **changes)
     try:
         yield

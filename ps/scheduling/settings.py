@@ -7,12 +7,7 @@ attack out.
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
-
-from ps.planning.settings import replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +49,3 @@ class Settings:
 
 
 NOW = Settings()
-
-
-def using(**changes: Any) -> AbstractContextManager[None]:
-    """Other values for a while, as in ps/planning/settings.py."""
-    return replaced(sys.modules[__name__], changes)

@@ -34,8 +34,8 @@ class Off:
     @contextmanager
     def applied(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(planning.using(**self.planning))
-            stack.enter_context(scheduling.using(**self.scheduling))
+            stack.enter_context(planning.using(planning, self.planning))
+            stack.enter_context(planning.using(scheduling, self.scheduling))
             yield
 
 

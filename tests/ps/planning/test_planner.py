@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_checks import assert_keeps_its_promises, assert_same, block, one_cell_bytes, powers, simulated_s
 
+import ps.planning.settings as planning
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
 from ps.planning.cost import Integers
 from ps.planning.pipeline import Cuts, cut_boxes, running_cost_models
 from ps.planning.planner import Planner, Question, without_the_lost
 from ps.planning.plans import Plan, PlanError, Request, Shape
-from ps.planning.settings import NOW, using
+from ps.planning.settings import NOW
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
 
@@ -414,7 +415,7 @@ def test_when_many_devices_have_joined_a_new_plan_is_made() -> None:
 def test_the_number_of_kept_plans_is_bounded() -> None:
     table, planner, able = pack_profiles([common]), Planner(), np.arange(1)
     wanted = [[Request(Shape(1, 4, 4, 4 + i))] for i in range(4)]
-    with using(most_cached=3):
+    with planning.using(planning, {"most_cached": 3}):
         first = [planner.plan(one, table, able) for one in wanted[:3]]
         assert planner.plan(wanted[0], table, able) is first[0]  # used again, so the second is the oldest
         planner.plan(wanted[3], table, able)
