@@ -12,6 +12,7 @@ resemble each other, so all have the same columns, and are solved at once, each 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class Columns:
     member: Integers  # column of each device
     team_starts: Integers  # first column of each team
     team: Integers  # team of each column
-    length: Integers  # what the heights of each column add up to
+    length: int  # what the heights of each column add up to
     breadth: int  # what the widths of each team add up to
 
     def rough(self, near_s: float) -> tuple[Numbers, Numbers]:
@@ -64,9 +65,7 @@ class Columns:
 
     def whole_heights(self, widths: Integers, spans_s: Numbers) -> Integers:
         """Whole rows that each device covers at its column's width within its column's time."""
-        heights = np.minimum(
-            self.cost_model.heights(spans_s[self.member], widths[self.member]), self.length[self.member]
-        )
+        heights = np.minimum(self.cost_model.heights(spans_s[self.member], widths[self.member]), self.length)
         return np.maximum(np.floor(heights * (1 + 1e-12) + 1e-9), 0.0).astype(np.int64)
 
     def whole_spans(self, widths: Integers, near_s: Numbers) -> Numbers:
@@ -95,7 +94,7 @@ _Solution = tuple[Numbers, Numbers, Columns, bool]  # time of each team, width o
 
 
 def pack_columns(
-    cost_models: tuple[CostModel, CostModel], teams: int, rows: int, columns: int, bound_s: float
+    cost_models: Sequence[CostModel], teams: int, rows: int, columns: int, bound_s: float
 ) -> tuple[Integers, Integers, bool]:
     """Columns of devices, in each of `teams` equal products, the matrices of a batch: blocks [k, 6], their devices, and
     whether the columns of devices lie along the rows. `cost_models`: upright, and turned (columns are rows)."""
@@ -114,7 +113,7 @@ def pack_columns(
         for count in sorted(
             {max(1, min(ideal + more, len(sides), breadth)) for more in range(-1, settings.NOW.arrangements - 1)}
         ):
-            made = _columns(cost_model, seats, _column_starts(sides, count), length, breadth)
+            made = _columns(cost_model, seats, sides, count, length, breadth)
             solution = made.solved(min((span_s for span_s, _ in found), default=bound_s * 1.01))
             if solution is None:
                 rough.append((np.inf, (*made.rough(bound_s * 1.01), made, bool(turned))))
@@ -165,18 +164,13 @@ def _dealt(areas: Numbers, teams: int) -> Integers:
     return seats
 
 
-def _column_starts(sides: Numbers, count: int) -> Integers:
-    """First members of `count` columns whose sides add up to about the same."""
+def _columns(cost_model: CostModel, seats: Integers, sides: Numbers, count: int, length: int, breadth: int) -> Columns:
+    """At most `count` columns per team, whose sides add up to about the same. `sides`: mean of each complete round."""
+    rounds, teams = seats.shape
     total = np.cumsum(sides)
     column = np.minimum(((total - sides / 2) * (count / total[-1])).astype(np.int64), count - 1)
-    return np.unique(column, return_index=True)[1]
-
-
-def _columns(cost_model: CostModel, seats: Integers, starts: Integers, length: int, breadth: int) -> Columns:
-    rounds, teams = seats.shape
-    column = np.zeros(rounds, np.int64)
-    column[starts[1:]] = 1
-    column = np.cumsum(column)
+    starts = np.unique(column, return_index=True)[1]  # first rounds
+    column = np.searchsorted(starts, np.arange(rounds), side="right") - 1
     place = (column[:, None] + len(starts) * np.arange(teams)).T.ravel()  # column of each seat, team by team
     order = seats.T.ravel()
     present = order >= 0
@@ -189,7 +183,7 @@ def _columns(cost_model: CostModel, seats: Integers, starts: Integers, length: i
         member=member,
         team_starts=np.arange(teams) * len(starts),
         team=np.repeat(np.arange(teams), len(starts)),
-        length=np.full(len(starts) * teams, length, np.int64),
+        length=length,
         breadth=breadth,
     )
 
@@ -216,7 +210,7 @@ def _in_whole_numbers(
     running = np.cumsum(widths)
     left = running - widths - made.breadth * made.team
     bottom = np.cumsum(heights)
-    top = bottom - heights - np.concatenate([[0], np.cumsum(made.length)[:-1]])[made.member]
+    top = bottom - heights - made.length * made.member
     down, across = [top, heights], [left[made.member], widths[made.member]]
     team = made.team[made.member]
     sides = across + down if turned else down + across
