@@ -46,8 +46,8 @@ def chunk_length(batch: Any, rows: Any, inner: int, columns: Any, budget_bytes: 
     return length
 
 
-def chunk_lengths(boxes: Integers, device: Integers, inner: int, profiles: NDArray[np.void]) -> Integers:
-    """The same for each block [k, 6] on its device."""
+def chunk_of(boxes: Integers, device: Integers, inner: int, profiles: NDArray[np.void]) -> Integers:
+    """The same for each of these blocks, [k, 6], on its device."""
     return chunk_length(boxes[:, 1], boxes[:, 3], inner, boxes[:, 5], usable_bytes(profiles)[device])
 
 

@@ -11,7 +11,7 @@ Pure functions of arrays; nothing here knows about networks or protocols.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,14 +51,13 @@ class Tiling:
     turned: bool = False  # the devices of a column lie side by side along the columns, not one below the other
 
 
-def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int) -> Tiling:
+def packed(cost_models: Sequence[CostModel], batch: int, rows: int, columns: int) -> Tiling:
     """Rectangles that cover every cell of the product exactly once, each small enough for its device. `cost_models`:
     upright, and turned, where its columns are the product's rows."""
     able = np.flatnonzero(cost_models[0].most_cells >= 1)
     if not len(able):
         raise PackingError(f"none of {len(cost_models[0])} devices can hold even one cell of the output")
-    if len(able) < len(cost_models[0]):
-        cost_models = cost_models[0].take(able), cost_models[1].take(able)
+    cost_models = [model.take(able) for model in cost_models]
     areas = Areas(cost_models[0], rows, columns)
     bound_s = areas.span_s(float(batch) * rows * columns)
     # A device whose share does not fit its memory takes several rectangles: it counts as several smaller devices.
@@ -67,12 +66,7 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
         np.ceil(settings.NOW.slack * share / cost_models[0].most_cells), 1, settings.NOW.most_pieces
     ).astype(np.int64)
     several = np.repeat(np.arange(len(able)), parts)
-    split = cost_models
-    if len(several) > len(able):
-        split = (
-            cost_models[0].take(several).divided(parts[several]),
-            cost_models[1].take(several).divided(parts[several]),
-        )
+    split = [model.take(several).divided(parts[several]) for model in cost_models]
     best: Tiling | None = None
     for by_teams in (False, True) if batch > 1 else (True,):
         # teams of one or two have no choice of shape
@@ -86,9 +80,7 @@ def packed(cost_models: tuple[CostModel, CostModel], batch: int, rows: int, colu
             # too little memory: pack as if there were enough, and halve the rectangles that are too large
             if best:
                 break
-            boxes, owner, turned = pack(
-                (cost_models[0].boundless(), cost_models[1].boundless()), batch, rows, columns, bound_s
-            )
+            boxes, owner, turned = pack([m.boundless() for m in cost_models], batch, rows, columns, bound_s)
             most_cells = cost_models[0].most_cells
             boxes, owner = halved(boxes, owner, lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > most_cells[o])  # noqa: B023
         seen = boxes[:, [0, 1, 4, 5, 2, 3]] if turned else boxes
@@ -126,7 +118,7 @@ BatchShares = tuple[
 
 
 def pack_batch(
-    cost_models: tuple[CostModel, CostModel], batch: int, rows: int, columns: int, bound_s: float
+    cost_models: Sequence[CostModel], batch: int, rows: int, columns: int, bound_s: float
 ) -> tuple[Integers, Integers, bool]:
     """Whole matrices for fast devices, pieces of matrices for all: blocks [k, 6], their devices, and whether pieces are
     cut along the columns."""

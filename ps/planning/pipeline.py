@@ -28,16 +28,7 @@ from numpy.typing import NDArray
 
 from ps.planning import settings
 from ps.planning.capacity import SHAPES, Areas, CostModel
-from ps.planning.cost import (
-    BYTES,
-    CHUNKS_HELD,
-    Integers,
-    Numbers,
-    chunk_length,
-    chunk_lengths,
-    queue_seconds,
-    usable_bytes,
-)
+from ps.planning.cost import BYTES, CHUNKS_HELD, Integers, Numbers, chunk_length, chunk_of, queue_seconds, usable_bytes
 from ps.planning.packing import halved
 from ps.planning.plans import Plan, Request, Shape
 
@@ -190,7 +181,7 @@ def cut_boxes(
     boxes = np.column_stack([boxes, strips])  # halves keep their number of strips
 
     def too_large(t: Integers, d: Integers) -> NDArray[np.bool_]:
-        length = chunk_lengths(t, d, shape.inner, profiles)
+        length = chunk_of(t, d, shape.inner, profiles)
         large: NDArray[np.bool_] = (length == 0) | ((length < shape.inner) & (t[:, 1] > 1))
         return large
 
@@ -205,7 +196,7 @@ def cut_boxes(
     largest = boxes.copy()
     share = np.maximum(strips_until(1, count, steep), 1 - strips_until(count - 1, count, steep))
     largest[np.arange(len(boxes)), axis + 1] = np.minimum(extent, np.ceil(share * extent) + 1)
-    count = np.where(chunk_lengths(largest, device, shape.inner, profiles) < shape.inner, 1, count)
+    count = np.where(chunk_of(largest, device, shape.inner, profiles) < shape.inner, 1, count)
     index = np.repeat(np.arange(len(boxes)), count)
     number = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
     begin, end = (
@@ -234,7 +225,7 @@ def fresh_slabs(boxes: Integers, device: Integers, shape: Shape, profiles: NDArr
     range, come whole."""
     batch = int(boxes[:, :2].max()) + 1
     matrix = (device * batch + boxes[:, 0]) * batch + boxes[:, 1]
-    whole = np.flatnonzero(chunk_lengths(boxes, device, shape.inner, profiles) == shape.inner)
+    whole = np.flatnonzero(chunk_of(boxes, device, shape.inner, profiles) == shape.inner)
     fresh = np.ones((len(boxes), 2), np.bool_)
     for side, axis in enumerate((2, 4)):
         span = boxes[:, axis] * (int(boxes[:, axis : axis + 2].max()) + 1) + boxes[:, axis + 1]
@@ -255,7 +246,7 @@ def _device_ends(
     starts, count = starts[longest], count[longest]
     batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
     lines = batches * (rows * fresh[:, 0] + columns * fresh[:, 1])
-    chunks = -(-shape.inner // np.maximum(chunk_lengths(boxes, mine, shape.inner, profiles), 1))
+    chunks = -(-shape.inner // np.maximum(chunk_of(boxes, mine, shape.inner, profiles), 1))
     down_s, compute_s, up_s = queue_seconds(profiles, mine, shape.inner, batches, rows, columns, lines, chunks)
     # the first chunk can be computed when it arrives, the last one not before the download ends
     after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks

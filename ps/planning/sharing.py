@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ps.planning import settings
 from ps.planning.capacity import Areas, CostModel, least_span
-from ps.planning.cost import BYTES, Integers, Numbers, chunk_lengths, least_bytes, usable_bytes
+from ps.planning.cost import BYTES, Integers, Numbers, chunk_of, least_bytes, usable_bytes
 from ps.planning.packing import halved
 from ps.planning.pipeline import made_plan
 from ps.planning.plans import Plan, PlanError, Shape, whole
@@ -158,7 +158,7 @@ def _divided(shape: Shape, profiles: NDArray[np.void], cells: Numbers) -> tuple[
             made.append(np.column_stack([np.full(len(grid), begin), np.full(len(grid), end - begin), grid]))
             owners.append(group[place])
     boxes, owner = np.concatenate(made), np.concatenate(owners)
-    return halved(boxes, owner, lambda t, o: chunk_lengths(t, o, shape.inner, profiles) == 0)
+    return halved(boxes, owner, lambda t, o: chunk_of(t, o, shape.inner, profiles) == 0)
 
 
 def _cuts(weights: Numbers, length: int) -> Integers:

@@ -64,7 +64,7 @@ class Relaxation:
             ranking = np.argsort(-cells, kind="stable")
             enough = int(np.searchsorted(np.cumsum(cells[ranking]), shape.cells * settings.NOW.slack)) + 1
             chosen = np.sort(ranking[:enough])
-        cost_models = self.cost_models[0].take(chosen), self.cost_models[1].take(chosen)
+        cost_models = [model.take(chosen) for model in self.cost_models]
         tiling = packed(cost_models, shape.batch, shape.rows, shape.columns)
         strips = self.cuts.strips[chosen[tiling.owner]]
         device = able[self.index[chosen[tiling.owner]]]
