@@ -56,8 +56,7 @@ class CostModel:
 
     def loads(self, heights: Numbers | Integers, widths: Numbers | Integers, batches: Integers | int = 1) -> Numbers:
         """The sums of a rectangle on each device."""
-        both: Numbers = batches * (self.wide * widths + self.tall * heights + self.cell * (1.0 * widths * heights))
-        return both
+        return batches * (self.wide * widths + self.tall * heights + self.cell * (1.0 * widths * heights))
 
     def heights(self, span_s: float | Numbers, widths: Numbers | Integers) -> Numbers:
         """The height that each device covers at this width; negative if it cannot even download the columns."""

@@ -42,8 +42,7 @@ def chunk_length(batch: Any, rows: Any, inner: int, columns: Any, budget_bytes: 
     a_value = BYTES * batch * (rows + columns)
     longest = (budget_bytes - 2 * output) // (CHUNKS_HELD * a_value)
     streamed = np.where(longest >= settings.NOW.least_chunk, np.minimum(longest, inner - 1), 0)
-    length: Integers = np.where(budget_bytes >= output + a_value * inner, inner, streamed)
-    return length
+    return np.where(budget_bytes >= output + a_value * inner, inner, streamed)
 
 
 def chunk_of(boxes: Integers, device: Integers, inner: int, profiles: NDArray[np.void]) -> Integers:
@@ -103,8 +102,7 @@ def block_seconds(
 
 def usable_bytes(profiles: NDArray[np.void]) -> Integers:
     """Memory for a block: half of the memory that the device lends; the other half is for slabs that it keeps."""
-    usable: Integers = profiles["memory_bytes"] // 2
-    return usable
+    return profiles["memory_bytes"] // 2
 
 
 # ---- three queues per device

@@ -80,7 +80,8 @@ def packed(cost_models: Sequence[CostModel], batch: int, rows: int, columns: int
             # too little memory: pack as if there were enough, and halve the rectangles that are too large
             if best:
                 break
-            boxes, owner, turned = pack([m.boundless() for m in cost_models], batch, rows, columns, bound_s)
+            boundless = [model.boundless() for model in cost_models]
+            boxes, owner, turned = pack(boundless, batch, rows, columns, bound_s)
             most_cells = cost_models[0].most_cells
             boxes, owner = halved(boxes, owner, lambda t, o: t[:, 1] * t[:, 3] * t[:, 5] > most_cells[o])  # noqa: B023
         seen = boxes[:, [0, 1, 4, 5, 2, 3]] if turned else boxes
@@ -112,9 +113,6 @@ def halved(
 # ---- batched products
 
 Piece = tuple[int, int]  # device, rows
-BatchShares = tuple[
-    Integers, list[list[Piece]]
-]  # whole matrices of each device; groups of pieces that fill one matrix each
 
 
 def pack_batch(
@@ -140,8 +138,10 @@ def pack_batch(
     return *_matrix_boxes(batch, rows, columns, turned, whole, groups), turned
 
 
-def _fill_batch(cost_model: CostModel, batch: int, length: int, breadth: int, span_s: float) -> BatchShares | None:
-    """Whole matrices of each device, and the groups of pieces that fill the rest. None if they do not suffice."""
+def _fill_batch(
+    cost_model: CostModel, batch: int, length: int, breadth: int, span_s: float
+) -> tuple[Integers, list[list[Piece]]] | None:
+    """Whole matrices of each device, and groups of pieces that fill one matrix each. None if they do not suffice."""
     spare_s = np.maximum(span_s - cost_model.fixed_s, 0.0)
     entry_s = cost_model.wide * breadth + cost_model.tall * length + cost_model.cell * (float(length) * breadth)
     possible = np.minimum((spare_s / entry_s).min(axis=0), cost_model.most_cells / (float(length) * breadth))

@@ -78,14 +78,12 @@ def strips_until(number: Integers | int, count: Integers, taper: Numbers) -> Num
     """The part of a rectangle in its first `number` strips, when each is `taper` times as large as the one before."""
     steady = np.abs(taper - 1) < 1e-6
     steep = np.where(steady, 2.0, taper)
-    part: Numbers = np.where(steady, number / count, (1 - steep**number) / (1 - steep**count))
-    return part
+    return np.where(steady, number / count, (1 - steep**number) / (1 - steep**count))
 
 
 def _square(values: Numbers, held: float) -> Numbers:
     """The largest square of cells that fits beside `held` values of each of its rows and columns."""
-    area: Numbers = (values / (np.sqrt(held * held + values) + held)) ** 2
-    return area
+    return (values / (np.sqrt(held * held + values) + held)) ** 2
 
 
 def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span_s: float) -> Cuts:
@@ -169,8 +167,7 @@ def _after_slab_s(strips_s: Numbers, compute_s: Numbers, up_s: Numbers, strips: 
     """When all strips have passed the three queues, counted from the arrival of their common slab."""
     first, last = strips_until(1, strips, taper), 1 - strips_until(strips - 1, strips, taper)
     others_s = np.maximum(compute_s + up_s * last, compute_s * first + up_s)
-    ends_s: Numbers = np.maximum(strips_s + (compute_s + up_s) * last, strips_s * first + others_s)
-    return ends_s
+    return np.maximum(strips_s + (compute_s + up_s) * last, strips_s * first + others_s)
 
 
 def cut_boxes(

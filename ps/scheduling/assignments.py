@@ -18,7 +18,7 @@ from ps.planning.cost import (
     Passage,
     alone_s,
     block_bytes,
-    chunk_length,
+    chunk_of,
     least_bytes,
     queue_seconds,
     usable_bytes,
@@ -149,9 +149,8 @@ class Assignments:
         first hitch, and so would their own pieces. `first`: they go ahead of queued blocks that are as critical."""
         job, begin = self._state.jobs[job_id], len(self._state.jobs[job_id].state)
         job.boxes = np.concatenate([job.boxes, boxes]) if begin else boxes
-        profiles, inner = self._beliefs.profiles[devices], job.shape.inner
-        batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
-        chunk = chunk_length(batches, rows, inner, columns, usable_bytes(profiles))
+        inner, batches, rows, columns = job.shape.inner, boxes[:, 1], boxes[:, 3], boxes[:, 5]
+        chunk = chunk_of(boxes, devices, inner, self._beliefs.profiles)
         if not chunk.all():
             raise ValueError(f"job {job_id}: the plan gives a device a block that it cannot hold")
         new, kept = self.slabs.account(job, boxes, devices, fresh, chunk == inner, self._state.devices)
@@ -281,7 +280,7 @@ class Assignments:
     def _steal(self, thief: int) -> bool:
         """Move the last block of the longest queue to an idle device that would return it sooner."""
         waiting = self._state.waiting
-        if self._state.ahead and self.teams:  # the thief soon has something else to do
+        if self._state.ahead:  # the thief soon has something else to do
             waiting = waiting.copy()
             waiting[self.teams.busy] = 0
         victim = int(waiting.argmax())
@@ -295,7 +294,7 @@ class Assignments:
             return False  # its owner has, or will have, the slab; or no other device may do it
         box, thieves, inner = job.boxes[[block]], np.array([thief]), job.shape.inner
         batches, rows, columns = box[:, 1], box[:, 3], box[:, 5]
-        chunk = chunk_length(batches, rows, inner, columns, usable_bytes(self._beliefs.profiles[thieves]))
+        chunk = chunk_of(box, thieves, inner, self._beliefs.profiles)
         if not chunk.all():
             return False  # the thief cannot hold it
         lines = batches * (rows + columns)
