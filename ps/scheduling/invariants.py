@@ -55,7 +55,7 @@ def _check_device(of: Dispatcher, index: int, record: Device) -> None:
     if held + record.kept_bytes > record.memory_bytes:
         raise InvariantBroken(f"device {index} holds more than its {record.memory_bytes} bytes: {record}")
     slabs = of._assignments.slabs
-    kept = [s.row_bytes * int((s.high[index] - s.low[index]).sum()) for s in slabs] if record.alive else []
+    kept = [s.row_bytes * int((s.high[index] - s.low[index]).sum()) for s in slabs.of.values()] if record.alive else []
     if sum(kept) != record.kept_bytes:
         raise InvariantBroken(f"device {index} keeps {sum(kept)} bytes of slabs: {record}")
     if len(record.critical) + len(record.deferred) != of._state.waiting[index]:
@@ -137,7 +137,7 @@ def left_behind(of: Dispatcher) -> str:
         "jobs": list(state.jobs),
         "busy": {i: repr(d) for i, d in enumerate(state.devices) if not d.idle or d.kept_bytes},
         "backlog": late,
-        "deferred": of._assignments.teams.jobs,
+        "deferred": list(of._assignments.teams._of),
         "held for deferred": of._assignments.teams.busy.tolist(),
         "orphans": state.orphans,
         "held": state.held,

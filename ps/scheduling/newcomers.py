@@ -29,7 +29,7 @@ RATES = ("flops", "down_bps", "up_bps")
 LEAST = 1 / MAX_RATE  # of a typical device
 
 
-Rates = tuple[float, float, float]
+Rates = tuple[float, ...]  # in the order of RATES
 
 
 @dataclass(slots=True)
@@ -39,8 +39,7 @@ class Belief:
     growth: float = field(default_factory=lambda: settings.NOW.growth)
 
     def rates(self, told: Rates) -> Rates:
-        down, up = (min(told[i], self.times * self.typical[i]) for i in (1, 2))
-        return min(told[0], self.times * self.typical[0]), down, up
+        return tuple(min(claim, self.times * typical) for claim, typical in zip(told, self.typical, strict=True))
 
 
 class Newcomers:
@@ -105,12 +104,10 @@ class Newcomers:
 
 
 def rates_of(profiles: NDArray[np.void], device: int) -> Rates:
-    flops, down_bps, up_bps = (float(profiles[rate][device]) for rate in RATES)
-    return flops, down_bps, up_bps
+    return tuple(float(profiles[rate][device]) for rate in RATES)
 
 
 def typical_rates(profiles: NDArray[np.void], devices: Integers | Iterable[int]) -> Rates:
     """The median of each rate by itself; of two devices the slower one, so that one claim among two has no effect."""
     rows = profiles[np.asarray(devices, np.int64)]
-    flops, down_bps, up_bps = (float(np.sort(rows[rate])[(len(rows) - 1) // 2]) for rate in RATES)
-    return flops, down_bps, up_bps
+    return tuple(float(np.sort(rows[rate])[(len(rows) - 1) // 2]) for rate in RATES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +32,6 @@ class Slabs:
 class KeptSlabs:
     def __init__(self) -> None:
         self.of: dict[int, Slabs] = {}  # by operand
-
-    def __iter__(self) -> Iterator[Slabs]:
-        return iter(self.of.values())
 
     def joined(self, again: list[int], new: int) -> None:
         """Add devices that keep nothing: those with reused ids, and `new` more."""

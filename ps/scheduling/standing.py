@@ -4,8 +4,6 @@ that they answer, with one small block at a time. Every living device is exactly
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from ps.planning.cost import Integers
@@ -39,12 +37,10 @@ class Standing:
     def answered(self, device: int) -> None:
         if device in self.suspects or device in self.unproven:
             self.trust([device])
-        if self.strikes:
-            self.strikes.pop(device, None)
+        self.strikes.pop(device, None)
 
-    def trust(self, devices: Iterable[int]) -> None:
+    def trust(self, devices: list[int]) -> None:
         """Let these suspects or unproven devices take work like any other."""
-        devices = list(devices)
         for device in devices:
             self.suspects.pop(device, None)
             self.unproven.pop(device, None)

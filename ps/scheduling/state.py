@@ -204,14 +204,6 @@ class DeferredTeams:
         self.busy = NO_DEVICES  # all devices that are held, each once
         self._of: dict[int, Integers] = {}  # deferred jobs -> their devices
 
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    @property
-    def jobs(self) -> list[int]:
-        """Deferred jobs for which devices are held."""
-        return list(self._of)
-
     def hold(self, job: int, devices: Integers) -> None:
         """Keep these devices for this deferred job until it ends."""
         self._set({**self._of, job: devices})

@@ -93,7 +93,8 @@ class Stragglers:
         others = len(self._standing.able) - int(np.isin(self._standing.able, suspects).sum())
         self._name(late, suspects, turn, alone=not others)
         if suspects:
-            self._suspect(suspects, turn)
+            self._standing.suspect(suspects)
+            self.move_queued(suspects, turn)
             if self._standing.all_owe_an_answer:
                 self._say_alone(late, turn)
         for device in dict.fromkeys(owners):
@@ -175,11 +176,6 @@ class Stragglers:
         waited_s = [self._state.now_s - self._state.jobs[job].sent_s[block] for job, block in first.values()]
         expected_s = [self._state.jobs[job].expected_s[block] for job, block in first.values()]
         turn.out.append(NameStragglers(list(first), waited_s, expected_s, alone))
-
-    def _suspect(self, devices: list[int], turn: Turn) -> None:
-        """Give these devices nothing new for a while, and their queued blocks to others."""
-        self._standing.suspect(devices)
-        self.move_queued(devices, turn)
 
     def move_queued(self, devices: list[int], turn: Turn) -> None:
         """Give the queued blocks of these suspects to others: until their pause ends, a suspect is not fed."""
