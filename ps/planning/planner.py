@@ -169,33 +169,28 @@ class Planner:
         self.remember(question, able, plans, profiles, revision)
         return plans
 
-    def _solved_beside(self, question: Question, profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    def _solved_beside(
+        self, question: Question, profiles: NDArray[np.void], able: Integers, anew: bool = False
+    ) -> list[Plan]:
         """Plan the deferred products on a team that finishes them with the pass, the rest on the other devices; without
-        such a team, the deferred products wait. Teams are found for a whole pass at once, and again when the remaining
-        devices of one would be late, or the fleet has grown."""
+        such a team, the deferred products wait. Teams are found for a whole pass at once, and again (`anew`) when the
+        remaining devices of one would be late, or the fleet has grown."""
         level, later = question.level, settings.NOW.later
-        if len(able) > later * self._teams_of:
-            self._teams.clear()
-        for known in (True, False):
-            if not known:
-                levels = [level, *question.ahead]
-                self._teams_of = len(able)
-                self._teams = {
-                    tuple(levels[number + 1 :]): replace(team, devices=able[team.devices])
-                    for number, team in enumerate(teams(levels, profiles[able]))
-                }
-            elif question.ahead not in self._teams:
-                continue
-            team = self._teams[question.ahead]
-            there: Integers = team.devices[np.isin(team.devices, able)]
-            if not len(there):
-                if known and len(team.devices):
-                    continue
-                return solved(level.critical, profiles, able) + [WAITS] * len(level.deferred)
-            deferred = solved(level.deferred, profiles, there)
-            if not known or _ends_s(deferred, profiles) <= later * team.span_s:
-                return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
-        raise AssertionError("teams that were just found are all there")
+        known = not anew and question.ahead in self._teams and len(able) <= later * self._teams_of
+        if not known:
+            levels = [level, *question.ahead]
+            self._teams_of = len(able)
+            self._teams = {
+                tuple(levels[number + 1 :]): replace(team, devices=able[team.devices])
+                for number, team in enumerate(teams(levels, profiles[able]))
+            }
+        team = self._teams[question.ahead]
+        there = team.devices[np.isin(team.devices, able)]
+        deferred = solved(level.deferred, profiles, there) if len(there) else [WAITS] * question.deferred
+        gone = len(team.devices) and not len(there)
+        if known and (gone or _ends_s(deferred, profiles) > later * team.span_s):
+            return self._solved_beside(question, profiles, able, anew=True)
+        return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
 
     def has_ready(self, question: Question, able: Integers, revision: int, busy: Integers) -> bool:
         """Whether the kept plans are valid unchanged."""

@@ -89,11 +89,10 @@ class Dispatcher:
         valid = np.setdiff1d(self._standing.able, revised)
         if not plans or not all(np.isin(plan.device, valid).all() for plan in plans):
             return event
-        jobs = _in_order(self._with_held(event))
-        given = iter(
-            self._stragglers.with_trial_blocks(_question([new for new in jobs if new.plan is None], event.ahead), plans)
-        )
-        return replace(event, jobs=[new if new.plan is not None else replace(new, plan=next(given)) for new in jobs])
+        assert inquiry.question is not None, "only questions have plans for an answer"
+        given = iter(self._stragglers.with_trial_blocks(inquiry.question, plans))
+        jobs = [new if new.plan else replace(new, plan=next(given)) for new in _in_order(self._with_held(event))]
+        return replace(event, jobs=jobs)
 
     def inquire_ahead(self, now_s: float) -> Inquiry | None:
         """The question about the products that will probably be submitted next."""

@@ -116,10 +116,9 @@ class Stragglers:
         Second, those that are in time, but for which a device is idle that has proved to be far faster than believed:
         they are copied, and nobody is suspected."""
         judged, early = [], []
-        now_s, records = self._state.now_s, self._state.devices
-        fast = [d for d in self._standing.able.tolist() if records[d].worked and records[d].idle]
-        candidates = (*self._standing.able.tolist(), *self._standing.unproven)
-        idle = self._answered or any(self._state.devices[device].idle for device in candidates)
+        now_s, records, able = self._state.now_s, self._state.devices, self._standing.able.tolist()
+        fast = [device for device in able if records[device].worked and records[device].idle]
+        idle = self._answered or any(records[device].idle for device in (*able, *self._standing.unproven))
         if not idle:
             self._name(late, [self._state.owner(key) for key in late], turn, alone=True)
         for job_id, block in late:
@@ -132,8 +131,8 @@ class Stragglers:
                     continue
                 due_s = min(due_s, max(job.sent_s[block] + proven_s, now_s + settings.NOW.hitch_s))
             if not idle:
-                due_s = max(due_s, self._state.now_s + (self._state.now_s - job.sent_s[block]))
-            if due_s > self._state.now_s:
+                due_s = max(due_s, now_s + (now_s - job.sent_s[block]))
+            if due_s > now_s:
                 self._deadlines.postpone((job_id, block), job.device[block], due_s)
             else:
                 judged.append((job_id, block))
