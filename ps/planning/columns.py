@@ -110,9 +110,8 @@ def pack_columns(
             seats = dealt[np.argsort(-(areas / np.maximum(heights, 1e-300))[dealt[:, 0]], kind="stable")]
         sides = heights[seats[seats[:, -1] >= 0]].mean(axis=1)
         ideal = int(sides.sum() / length)
-        for count in sorted(
-            {max(1, min(ideal + more, len(sides), breadth)) for more in range(-1, settings.NOW.arrangements - 1)}
-        ):
+        counts = [ideal + more for more in range(-1, settings.NOW.arrangements - 1)]
+        for count in sorted({max(1, min(count, len(sides), breadth)) for count in counts}):
             made = _columns(cost_model, seats, sides, count, length, breadth)
             solution = made.solved(min((span_s for span_s, _ in found), default=bound_s * 1.01))
             if solution is None:
@@ -136,9 +135,8 @@ def _ideal_heights(cost_model: CostModel, areas: Numbers, length: int, breadth: 
     squares = np.sqrt(areas * cost_model.tall[0] / cost_model.wide[0])  # a slab that is used often is cheap
     widths = np.clip(SHAPES[:, None] * squares, 1e-9, breadth)
     heights = np.stack([np.clip(cost_model.heights(span_s, width), 0, length) for width in widths])
-    covered = (
-        heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** 1e-3
-    )  # among equals, the rectangle nearest to a square
+    # among equals, the rectangle nearest to a square
+    covered = heights * widths / np.maximum(SHAPES, 1 / SHAPES)[:, None] ** 1e-3
     best: Numbers = heights[covered.argmax(axis=0), np.arange(len(areas))]
     best[best <= 0] = (areas / np.maximum(squares, 1e-300))[best <= 0]  # less than a row: as if there were more time
     return best

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +61,7 @@ class _Pass:
         self._levels, self._count = levels, len(profiles)
         critical = [level.critical for level in levels if level.critical]
         deferred = tuple(request for level in levels for request in level.deferred)
-        relaxations = {
-            r: Relaxation.of(r, profiles)
-            for r in dict.fromkeys(r for requests in (*critical, deferred) for r in requests)
-        }
+        relaxations = {r: Relaxation.of(r, profiles) for r in dict.fromkeys(chain(*critical, deferred))}
         self._spans = {requests: _Span.of(requests, relaxations, self._count) for requests in critical}
         # when the pass ends if all deferred products are computed last
         self.held_back_s = sum(self._spans[requests].whole_s for requests in critical)

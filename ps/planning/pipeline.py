@@ -57,9 +57,8 @@ def running_cost_models(profiles: NDArray[np.void], request: Request, cuts: Cuts
     fixed_s = 2 * profiles["latency_s"] + np.maximum(k, c) * profiles["overhead_s"]
     values = usable_bytes(profiles) / BYTES
     whole = _square(values, inner)
-    streamed_too = _square(
-        values / 2, CHUNKS_HELD * settings.NOW.least_chunk / 2
-    )  # two outputs, and the shortest chunks
+    # two outputs, and the shortest chunks
+    streamed_too = _square(values / 2, CHUNKS_HELD * settings.NOW.least_chunk / 2)
     most_cells = np.floor(np.maximum(whole, streamed_too) * (1 + 1e-12) + 1e-9)
 
     def cost_model(wide_s: Numbers, tall_s: Numbers, taper: Numbers) -> CostModel:
@@ -112,12 +111,10 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     chunks = -(-shape.inner // np.maximum(chunk, min(now.least_chunk, shape.inner)))
     column_s, row_s = _side_s(profiles, request)
     others_s = compute_s / rectangles, up_s / rectangles
-    tapers = [
-        _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows),
-        _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns),
-    ]
-    tapers = [np.where(separate, taper(down_s, compute_s, up_s, strips), best) for best in tapers]
-    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, np.stack(tapers))
+    upright = _best_taper(one, strips, column_s, row_s, *others_s, shape.columns, shape.rows)
+    turned = _best_taper(one, strips, row_s, column_s, *others_s, shape.rows, shape.columns)
+    tapers = np.where(separate, taper(down_s, compute_s, up_s, strips), [upright, turned])
+    return Cuts(np.where(whole, strips, 1), np.where(whole, 1, chunks), separate & whole, tapers)
 
 
 def _best_taper(

@@ -142,13 +142,7 @@ class Planner:
         return None if latest is None else latest.followed_by
 
     def _current(
-        self,
-        question: Question,
-        profiles: NDArray[np.void],
-        able: Integers,
-        revision: int,
-        busy: Integers,
-        used: bool,
+        self, question: Question, profiles: NDArray[np.void], able: Integers, revision: int, busy: Integers, used: bool
     ) -> list[Plan]:
         able = without(able, busy)
         kept = self._cache.get(question)
@@ -260,15 +254,8 @@ def without_the_lost(
             shape = request.shape
             mine = able[able_devices(shape, profiles[able])]
             queues_s = np.tile(busy_s[mine], (3, 1))
-            boxes, owner, _ = shared(
-                rectangles(plan.boxes[lost], plan.device[lost]),
-                shape.inner,
-                profiles[mine],
-                queues_s,
-                queues_s,
-                plan.makespan_s,
-                settings.NOW.shared_over,
-            )
+            whole, most = rectangles(plan.boxes[lost], plan.device[lost]), settings.NOW.shared_over
+            boxes, owner, _ = shared(whole, shape.inner, profiles[mine], queues_s, queues_s, plan.makespan_s, most)
             boxes = np.concatenate([plan.boxes[~lost], boxes])
             plan = made_plan(boxes, np.concatenate([plan.device[~lost], mine[owner]]), shape, profiles)
             np.maximum.at(busy_s, plan.device, plan.ends_s)  # no device helps two products beyond its time
