@@ -3,9 +3,7 @@
 The cost model of ps/planning/capacity.py gives the cells that a device covers in a time. A plain product is covered by
 columns of devices (ps/planning/columns.py). A device of a batched product takes whole matrices and one piece of a
 further matrix; pieces are gathered until they fill a matrix. With many more devices than matrices there is one team per
-matrix. `streaming_model` is the model of devices that stream everything, used by `cleave plan`.
-
-Pure functions of arrays; nothing here knows about networks or protocols.
+matrix.
 """
 
 from __future__ import annotations
@@ -24,12 +22,10 @@ from ps.planning.capacity import Areas, CostModel, PackingError, least_span
 from ps.planning.columns import pack_columns
 from ps.planning.cost import BYTES, Integers
 
-__all__ = ["PackingError", "Tiling", "halved", "packed", "streaming_model"]
-
 
 def streaming_model(profiles: NDArray[np.void], inner: int, bytes_per_value: int) -> CostModel:
-    """The model of devices that stream operands, with T = latency + max(download, compute, upload): only the output
-    must fit their memory, as float32."""
+    """The model of devices that stream operands (`cleave plan`), with T = latency + max(download, compute, upload):
+    only the output must fit their memory, as float32."""
     side_s, nothing = 8 * bytes_per_value * inner / profiles["down_bps"], np.zeros(len(profiles))
     cell_s = np.maximum(8 * bytes_per_value / profiles["up_bps"], 2 * inner / profiles["flops"])
     sides = np.stack([side_s, nothing])

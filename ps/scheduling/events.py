@@ -127,9 +127,6 @@ class SendBlocks(Blocks):
     down_bytes: list[int] = field(default_factory=list, compare=False)  # operands that the device does not hold yet
     kept: list[int] = field(default_factory=list, compare=False)  # 1: it keeps its left slab; 2: its right one; 3: both
 
-    def __len__(self) -> int:
-        return len(self.devices)
-
     def drop(self, device: int, job: int, block: int) -> bool:
         """Take a block out again. False if it is not among them."""
         for at in range(len(self.devices) - 1, -1, -1):

@@ -21,8 +21,8 @@ from rich.table import Table
 from agent.protocol.errors import UserError
 from agent.protocol.units import format_count, format_duration, format_size
 from emulator.model.fleet import UNIFORM, draw_fleet, uniform_fleet
-from ps.planning.capacity import CostModel
-from ps.planning.packing import PackingError, Tiling, packed, streaming_model
+from ps.planning.capacity import CostModel, PackingError
+from ps.planning.packing import Tiling, packed, streaming_model
 from ps.planning.plans import Shape
 from testbed.runs.scenario import load_scenario, scenario_names
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import PROFILE, Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
-from ps.planning.packing import PackingError, Tiling, packed, streaming_model
+from ps.planning.capacity import PackingError
+from ps.planning.packing import Tiling, packed, streaming_model
 from ps.planning.plans import Shape
 
 TOKENS = 128 * 1024
