@@ -7,8 +7,6 @@ A rectangle of w columns and h rows takes a device `fixed_s` and then the longer
 For devices that stream everything (`cleave plan`), one sum is the download of the perimeter, the other the cells
 computed or uploaded. The strips and chunks of the running system (ps/planning/pipeline.py) give other sums. Given T
 and w, the height has a closed form.
-
-Pure functions of arrays; nothing here knows about networks or protocols.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ NOW = Settings()
 
 @contextmanager
 def using(room: Any, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Other values for a while; `room`: this module, or that of scheduling. For measurements; not for several threads
-    with different values."""
+    """Other values, in this module or that of scheduling, for a while. For measurements; not for several threads."""
     before, room.NOW = room.NOW, replace(room.NOW, **changes)
     try:
         yield

@@ -10,8 +10,6 @@ back, if no device takes more than it can compute by the common end.
 Each box is then cut like a weighted grid. Devices sorted by size fill columns from top to bottom; a column is as wide
 as its devices' share of the box, and within it each device's height is its share of the column. Cuts are rounded
 cumulatively, so the blocks tile the box for any shares.
-
-Pure functions of arrays: same input, same blocks.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ from ps.planning.sharing import able_devices, dealt
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """A product on a group of devices, before it is cut: how much of it each device can do in a given time."""
-
     request: Request
     index: Integers  # devices with enough memory
     cuts: Cuts

@@ -220,7 +220,6 @@ class Assignments:
         return len(queue)
 
     def _take(self, record: Device, job_id: int, block: int) -> None:
-        """Book this block on the device."""
         job = self._state.jobs[job_id]
         takes_s = record.take((job_id, block), job.size_bytes[block], job.passage[block], self._state.now_s)
         job.expected_s[block] = takes_s + record.round_trip_s + settings.NOW.reaction_s

@@ -97,7 +97,6 @@ class Deadlines:
         return max(1.0, self._most)
 
     def sent(self, keys: Sequence[Key], devices: Sequence[int], now_s: float, expected_s: Sequence[float]) -> None:
-        """These blocks went out, each to its device."""
         if self.cold:
             self._unjudged += [(key, d, now_s, s) for key, d, s in zip(keys, devices, expected_s, strict=True)]
         for key, device, seconds in zip(keys, devices, expected_s, strict=True):
@@ -124,7 +123,6 @@ class Deadlines:
         return settings.NOW.far * slowest * expected_s + settings.NOW.hitch_s
 
     def postpone(self, key: Key, device: int, until_s: float) -> None:
-        """Give this overdue block until `until_s`."""
         heapq.heappush(self._heap, (until_s, device, key))
 
     def returned(

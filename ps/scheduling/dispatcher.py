@@ -360,12 +360,10 @@ class Dispatcher:
 
     @property
     def living(self) -> int:
-        """How many devices are there."""
         return self._standing.living
 
     @property
     def gone(self) -> list[int]:
-        """Ids of devices that have left."""
         return [device for device, record in enumerate(self._state.devices) if not record.alive]
 
     def is_alive(self, device: int) -> bool:

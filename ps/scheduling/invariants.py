@@ -22,7 +22,6 @@ class InvariantBroken(AssertionError):
 
 
 def check(of: Dispatcher) -> None:
-    """Raise InvariantBroken if the dispatcher breaks its promises, or contradicts itself."""
     where: dict[Key, list[str]] = {}
     for index, record in enumerate(of._state.devices):
         for key in record.in_flight:

@@ -63,7 +63,6 @@ class Standing:
         return False
 
     def suspect(self, devices: list[int]) -> None:
-        """Give these devices nothing new for a while."""
         for device in devices:
             strikes = self.strikes[device] = self.strikes.get(device, 0) + 1
             pause_s = min(settings.NOW.longest_pause_s, settings.NOW.suspected_s * 2.0 ** min(strikes - 1, 60))

@@ -64,9 +64,8 @@ class Device:
     in_flight: dict[Key, float] = field(default_factory=dict)  # modelled time at which each answer leaves
     in_flight_bytes: int = 0
     kept_bytes: int = 0
-    free: QueueTimes = field(
-        default_factory=QueueTimes
-    )  # modelled time at which its queues have finished all that it was sent
+    # modelled time at which its queues have finished all that it was sent
+    free: QueueTimes = field(default_factory=QueueTimes)
     in_flight_s: float = 0.0  # modelled seconds of its blocks in flight, one after the other
     late_s: float = 0.0  # how late its latest answer was by the model; negative: early
     waiting: QueueTimes = field(default_factory=QueueTimes)  # modelled seconds of the blocks queued for it
@@ -205,7 +204,6 @@ class DeferredTeams:
         self._of: dict[int, Integers] = {}  # deferred jobs -> their devices
 
     def hold(self, job: int, devices: Integers) -> None:
-        """Keep these devices for this deferred job until it ends."""
         self._set({**self._of, job: devices})
 
     def end(self, job: int) -> None:

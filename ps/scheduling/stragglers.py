@@ -32,8 +32,6 @@ from ps.scheduling.state import CUT, Key, State, Turn
 
 
 class Stragglers:
-    """The straggler policy: what is late, and what is done about it."""
-
     def __init__(
         self, state: State, standing: Standing, beliefs: Beliefs, deadlines: Deadlines, assignments: Assignments
     ) -> None:
@@ -71,7 +69,6 @@ class Stragglers:
             self._deadlines.typical.forget(device)
 
     def is_open(self, device: int, key: Key) -> bool:
-        """Whether this block is in flight on the device."""
         return key in self._state.devices[device].in_flight
 
     def help_the_late(self, turn: Turn) -> None:
