@@ -7,6 +7,7 @@ reused. Limits before a key or password is known: `Limits`, `FIRST_BYTES`.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ CROWDED_BYTES = 1 << 17
 MORE_BYTES = 9 << 20  # after each message of a connection that measures its link before joining: one more, encrypted
 ALL_BYTES = 24 << 20  # unread bytes of all connections that have not joined; beyond this the largest are cut
 MEASURING, MEASURING_LOCALLY = 1, 2  # newest connections per key, and on this machine, that may measure (1-2 s each)
+# Unread for SILENT_S although the server has read everything, from a client of this machine: a message that it does not
+# finish. ZeroMQ keeps its frames, and a frame of 2 bytes, unencrypted, costs 32 times as much; an agent sends at once.
+UNFINISHED_BYTES = 1 << 16
 MOST_PROBES = 100  # per connection that has not joined; measuring a link takes fewer than 64
 LAST_BYTES = 1 << 16  # from a connection that is dismissed before it has joined
 LATER_S = 0.2  # time for the last message to arrive before a connection is cut
@@ -70,6 +74,8 @@ class _Quota:
     most_bytes: int  # limit on bytes arrived
     read_bytes: int = 0  # bytes arrived when its last message was read
     probes: int = 0
+    is_local: bool = False
+    unfinished_s: float = math.inf  # since when it has had UNFINISHED_BYTES unread
 
 
 class Guard:
@@ -83,6 +89,7 @@ class Guard:
         self.local_port = 0  # where local devices connect with tickets
         self.enrolled = 0  # enrolled devices that may come at once
         self.all_read_s = self._outside.now_s()  # when the server's thread had last read everything
+        self.idle = False  # the server's thread waits for something to read
         self._wary_until_s = 0.0  # until then, new connections have fewer bytes
         self._let_in_s: deque[float] = deque(maxlen=MOST_LET_IN)
         self._lock = threading.Lock()
@@ -217,13 +224,14 @@ class Guard:
             held = self._joined.get(descriptor)
             if held is None or held.address != peer:  # devices may join before ZeroMQ reports the connection
                 few = len(self._unjoined) < self._unjoined.limits.most and self._outside.now_s() >= self._wary_until_s
-                self._come(descriptor, str(peer[0]), 0, FIRST_BYTES if few else CROWDED_BYTES)
-                if self.local_port and self._outside.local_port(descriptor) == self.local_port:
+                is_local = bool(self.local_port) and self._outside.local_port(descriptor) == self.local_port
+                self._come(descriptor, str(peer[0]), 0, FIRST_BYTES if few else CROWDED_BYTES, is_local)
+                if is_local:
                     self._silent_s[descriptor] = self._outside.now_s()
 
-    def _come(self, descriptor: int, address: str, read_bytes: int, more_bytes: int) -> None:
+    def _come(self, descriptor: int, address: str, read_bytes: int, more_bytes: int, is_local: bool = False) -> None:
         self._no_more(descriptor)
-        self._quotas[descriptor] = _Quota(read_bytes + more_bytes, read_bytes)
+        self._quotas[descriptor] = _Quota(read_bytes + more_bytes, read_bytes, is_local=is_local)
         now_s = self._outside.now_s()
         for crowded in self._unjoined.came(descriptor, address, now_s, self._spare(now_s)):
             self._end(crowded, self._peer.get(crowded))
@@ -249,7 +257,7 @@ class Guard:
         """Cut the connections that exceed their limits. True if there were any."""
         with self._lock:
             over = self._unjoined.overdue(max(self.all_read_s, now_s - STALLED_S))
-            over += self._too_much()
+            over += self._too_much(now_s)
             over += self._too_silent()
             ends = [(descriptor, self._peer.get(descriptor)) for descriptor in over]
             ends += [(descriptor, address) for descriptor, (at_s, address) in self._cut_s.items() if at_s <= now_s]
@@ -257,15 +265,20 @@ class Guard:
                 self._end(descriptor, address)
         return bool(ends)
 
-    def _too_much(self) -> list[int]:
-        """Connections that sent more than they may, and the largest ones if the total is too large."""
+    def _too_much(self, now_s: float) -> list[int]:
+        """Connections that sent more than they may, or do not finish a message, and the largest ones if the total is
+        too large."""
         waiting, over = [], []
+        read_s = now_s if self.idle else self.all_read_s
         for descriptor in self._unjoined.all:
             quota, received = self._quotas[descriptor], self._outside.bytes_received(descriptor)
-            if received > quota.most_bytes:
+            unread = received - quota.read_bytes
+            quota.unfinished_s = min(quota.unfinished_s, now_s) if unread > UNFINISHED_BYTES else math.inf
+            unfinished = quota.is_local and quota.unfinished_s < read_s - SILENT_S
+            if received > quota.most_bytes or unfinished:
                 over.append(descriptor)
             else:
-                waiting.append((received - quota.read_bytes, descriptor))
+                waiting.append((unread, descriptor))
         total_bytes = sum(unread for unread, _ in waiting)
         for unread, descriptor in sorted(waiting, reverse=True) if total_bytes > ALL_BYTES else ():
             over.append(descriptor)

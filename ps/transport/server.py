@@ -370,7 +370,9 @@ class Server(Shell[Answers]):
         timeout_s = 0.001 if stuck else max(0.001, min(pace.beat_s - outside.now_s(), until_look_s))
         self._mind_standstill()
         asked_s = outside.now_s()
+        self._guard.idle = True
         outside.wait(self._router, requests.bell, 0.0 if requests or self._shipping.packs else timeout_s)
+        self._guard.idle = False
         self._mind_standstill(timeout_s)
         woke_host_s, woke_s = outside.now_s(), self._now_s()
         if woke_host_s - asked_s > WAITED_S:

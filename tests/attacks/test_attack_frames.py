@@ -6,8 +6,10 @@ The clients are on this machine and have a ticket: no uninvited client elsewhere
 from __future__ import annotations
 
 import socket
+import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import zmq
 from processes import Multiplication, grid, pod
@@ -16,6 +18,7 @@ from agent.identity.keys import Password
 from agent.protocol.entrance import enter
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import Join, encode
+from ps.access.guard import FIRST_BYTES, UNJOINED
 from ps.transport.receiving import READING_S
 from ps.transport.server import Server
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from conftest import Serve, Start, Until
 
 FRAMES = 400_000  # 800 KB
+LINES = 20
 EMPTY, LAST = b"\x01\x00", b"\x00\x00"
 
 
@@ -120,3 +124,23 @@ def test_clients_of_this_machine_pay_for_frames_that_are_discarded(serve: Serve,
 
     until(lambda: not gets_in(), "clients of this machine are shut out")
     until(gets_in, "they are let in again")
+
+
+@pytest.mark.slow
+def test_a_message_that_is_never_finished_is_not_waited_for(serve: Serve, until: Until) -> None:
+    """ZeroMQ keeps such frames until the last has come, and each costs 32 times what it takes on the line."""
+    server = serve()
+    lines = [Line(server) for _ in range(LINES)]
+    ends = {line.socket.getsockname() for line in lines}
+    for line in lines:
+        line.socket.sendall(EMPTY * (FIRST_BYTES * 3 // 8))  # three quarters of what a connection may send at first
+
+    def are_cut() -> bool:
+        held = {found.raddr for found in psutil.Process().net_connections() if found.status == "ESTABLISHED"}
+        return not ends & held
+
+    begun_s = time.monotonic()
+    until(are_cut, "all are cut")
+    assert time.monotonic() < begun_s + UNJOINED.seconds / 2, "long before they would be cut for not joining"
+    for line in lines:
+        line.socket.close()
