@@ -22,7 +22,7 @@ from processes import FAST
 
 from agent.compute.memory_budget import MEMORY_SLACK, MemoryBudget, output_bytes
 from agent.owner.rules import DataPlan
-from agent.protocol.incoming import on_wire
+from agent.protocol.incoming import LOOK_S, on_wire
 from agent.protocol.wire import (
     BLOCK,
     DONE,
@@ -164,6 +164,12 @@ class RawServer:
                 pass  # the agent has hung up
         agent.expect(words)
         return sent
+
+    def begin_and_hang_up(self, size: int) -> None:
+        """At the entrance: send a part of a message, wait until the agent has looked, and close the connection."""
+        with self._shake_hands(b"NULL") as peer:
+            peer.sendall((b"\x03" + (1 << 15).to_bytes(8, "big") + bytes(1 << 15)) * (size >> 15))
+            threading.Event().wait(10 * LOOK_S)
 
     def _shake_hands(self, mechanism: bytes) -> socket.socket:
         peer, _ = self._listener.accept()
@@ -340,6 +346,18 @@ def test_one_message_cannot_move_more_than_the_rest_of_the_daily_cap(
     record_property("used_bytes", used_bytes(state))
     assert sent < MB + SLACK
     assert used_bytes(state) < MB + SLACK, "the cap, plus what arrives between two checks"
+
+
+def test_unfinished_messages_of_connections_that_the_server_closes_are_counted(
+    state: Path, start: Start, raw: RawServer
+) -> None:
+    """Under a cap of 1 MB: 300 kB of a message, then the connection ends, again and again."""
+    (state / "owner.toml").write_text('data_cap_a_day = "1 MB"\n')
+    agent = start("agent", "--ps", raw.address, "--memory", f"{LENT} B", *FAST)
+    agent.expect("kernel")
+    for _ in range(4):
+        raw.begin_and_hang_up(300_000)
+    agent.expect("are used for today (data_cap_a_day)")
 
 
 @pytest.mark.slow
