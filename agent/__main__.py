@@ -233,7 +233,7 @@ def lend_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m agent",
         description="Lend this device to a Cleave parameter server. It computes blocks of matrix products and returns "
-        "them; it keeps nothing and sends nothing else. Ctrl-C leaves politely.",
+        "them, keeps none of them, and says what it is and how fast it is. Ctrl-C leaves politely.",
         epilog="example: python -m agent --invitation 'cleave://...'; afterwards: python -m agent",
     )
     server = parser.add_mutually_exclusive_group()
