@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import logging
 import os
 import platform
@@ -201,7 +202,10 @@ def _limit_threads(threads: int) -> None:
 def _is_loopback(address: str) -> bool:
     """True if the server is on this machine or at the other end of a cable (adb reverse): no network is used."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may begin with 127. and lead anywhere
+        return False
 
 
 class SignalStop:
@@ -229,7 +233,7 @@ def lend_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m agent",
         description="Lend this device to a Cleave parameter server. It computes blocks of matrix products and returns "
-        "them; it keeps nothing and sends nothing else. Ctrl-C leaves politely.",
+        "them, keeps none of them, and says what it is and how fast it is. Ctrl-C leaves politely.",
         epilog="example: python -m agent --invitation 'cleave://...'; afterwards: python -m agent",
     )
     server = parser.add_mutually_exclusive_group()

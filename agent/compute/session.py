@@ -133,7 +133,7 @@ class Session:
             context
         )  # ZeroMQ sockets must not be shared between threads
         self._inbound = InboundLimit(
-            endpoint, isinstance(credentials, Curve), self._judge, lambda: self._inbound_waker.send(b"")
+            endpoint, isinstance(credentials, Curve), self._judge, lambda: self._inbound_waker.send(b""), owner.count
         )
         self._computer = Computer(self._operands, kernel, lambda: self._waker.send(b""), part_flops)
         self._line = Connection(
@@ -205,7 +205,6 @@ class Session:
     def _broken(self) -> str:
         """Why the connection cannot be used further; empty if it can."""
         if self._inbound.cut:
-            self._owner.count(self._inbound.unfinished.arrived_bytes)
             return self._inbound.cut
         gone = self._line.joined and self._inbound.losses > self._losses
         if gone and not self._line.socket.poll(0):  # what has arrived counts: it may be the server's goodbye
@@ -215,8 +214,8 @@ class Session:
 
     def _leaves(self) -> bool:
         """Leave if it is time, and return True. Leaving hands uncomputed blocks back to the server."""
-        if (leave := self._must_leave()) is None:
-            return False
+        if self._inbound.cut or (leave := self._must_leave()) is None:
+            return False  # a connection that was cut takes no farewell; `_broken` says why
         self._return()
         self._line.send(leave)
         self.said_why = self._line.joined is not None

@@ -176,7 +176,9 @@ class Worker:
         if self._curve is not None and not self._token:
             return self._endpoint, self._curve
         hello = Hello(self._join.labels[0][:MAX_NAME_BYTES], self._token)
-        inbound = InboundLimit(self._entrance, self._curve is not None, _too_long_an_answer, lambda: None)
+        inbound = InboundLimit(
+            self._entrance, self._curve is not None, _too_long_an_answer, lambda: None, self._owner.count
+        )
         entrance = EntranceConnection(context, self._entrance, hello, self._curve, self._owner.count)
         poller, deadline_s = zmq.Poller(), time.monotonic() + patience_s
         for source in (entrance.socket, self._stop.fileno(), self._owner.fileno()):
@@ -188,7 +190,6 @@ class Worker:
                 if self._owner.fileno() in events:
                     self._owner.heard()
                 if inbound.cut:
-                    self._owner.count(inbound.unfinished.arrived_bytes)
                     log.warning("%s: %s", self._entrance, inbound.cut)
                     return None
                 match entrance.answer():

@@ -4,7 +4,8 @@ ZeroMQ delivers whole messages. It limits the size of a frame but not the number
 the last one arrives, so a server that sends one endless message would fill this device's memory and use up its owner's
 data plan. The kernel counts the bytes of each TCP connection (on Linux, and so on Android); bytes that it has counted
 and that no message has delivered belong to an unfinished message. A thread checks every LOOK_S and shuts the connection
-down when there are too many. Where the kernel does not count, only the limit per frame remains.
+down when there are too many. The bytes of a message that is still unfinished when its connection ends have been moved,
+too: they are reported once. Where the kernel does not count, only the limit per frame remains.
 """
 
 from __future__ import annotations
@@ -36,14 +37,21 @@ class Unfinished:
 
 class InboundLimit(threading.Thread):
     def __init__(
-        self, endpoint: str, encrypted: bool, judge: Callable[[Unfinished], str], ring: Callable[[], object]
+        self,
+        endpoint: str,
+        encrypted: bool,
+        judge: Callable[[Unfinished], str],
+        ring: Callable[[], object],
+        count: Callable[[int], object],
     ) -> None:
         """`judge`: returns why the connection must end; empty: it may go on. `ring`: called when the connection is
-        shut down or lost."""
+        shut down or lost. `count`: called, in this thread, with the bytes that had arrived without being delivered when
+        a connection ended. Messages that were complete by then may still be delivered, and are then counted twice."""
         super().__init__(name="gate", daemon=True)
         self.cut = ""  # why the connection was shut down
         self.losses = 0  # watched connections that are gone; ZeroMQ reconnects each time
-        self.unfinished = Unfinished(0, 0)  # as of the last check
+        self._count = count
+        self._arrived = 0  # over the watched connection, as of the last check
         self._port, self._encrypted, self._judge, self._ring = int(endpoint.rpartition(":")[2]), encrypted, judge, ring
         self._ended = threading.Event()
         self._delivered = 0  # message bytes, as on the wire
@@ -59,13 +67,16 @@ class InboundLimit(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            # check twice: bytes delivered between the two readings would count both as unfinished and as held
-            if self._why() and (why := self._why()):
-                self.cut = why
-                self._shut()
-                self._ring()
-                return
+        try:
+            while not self._ended.wait(LOOK_S):
+                # check twice: bytes delivered between the two readings would count both as unfinished and as held
+                if self._why() and (why := self._why()):
+                    self.cut = why
+                    self._shut()
+                    self._ring()
+                    return
+        finally:
+            self._count_unfinished(self._delivered)
 
     def _why(self) -> str:
         """Why the connection must end now; empty if it need not."""
@@ -73,10 +84,18 @@ class InboundLimit(threading.Thread):
         found = self._look()
         if found is None:
             return ""
-        arrived, unread = found
-        arrived = max(0, arrived - HANDSHAKE_BYTES - (delivered - self._base))
-        self.unfinished = Unfinished(arrived, max(0, arrived - unread))
-        return self._judge(self.unfinished)
+        self._arrived, unread = found
+        arrived = self._unfinished(delivered)
+        return self._judge(Unfinished(arrived, max(0, arrived - unread)))
+
+    def _unfinished(self, delivered: int) -> int:
+        return max(0, self._arrived - HANDSHAKE_BYTES - (delivered - self._base))
+
+    def _count_unfinished(self, delivered: int) -> None:
+        """The watched connection has ended."""
+        if unfinished := self._unfinished(delivered):
+            self._count(unfinished)
+        self._arrived = 0
 
     def _look(self) -> tuple[int, int] | None:
         """`counted_bytes` of the current connection; None if there is none."""
@@ -84,6 +103,7 @@ class InboundLimit(threading.Thread):
         if found is None:
             if self._descriptor >= 0:
                 self.losses += 1
+                self._count_unfinished(self._delivered)
                 self._base = self._delivered  # the first connection has base 0: all its bytes count
                 self._ring()
             self._descriptor = next((fd for fd in _descriptors() if counted_bytes(fd, self._port) is not None), -1)

@@ -16,6 +16,7 @@ from ps.scheduling.events import NameStragglers
 
 MOST = 1000  # departures and devices that are kept
 MOST_PROFILE = 1 << 16  # characters of a profile
+MOST_DEVICE = 512  # characters of a device's own name; agents send 33 and the name that people read
 NAMED = 5  # devices per notice
 LOST, LEFT, SUSPENDED = "lost", "left", "suspended"  # how devices go
 
@@ -65,7 +66,7 @@ class Attendance:
         """A device comes by this connection. Returns the earlier connection of the same real device, if there is
         another: a phone that changes its network is back before its old connection is missed."""
         device = about.get("device", "")
-        if not device or about.get("kind") == "pod":
+        if not device or len(device) > MOST_DEVICE or about.get("kind") == "pod":
             return b""
         before = self._connection.pop(device, b"")
         if len(self._connection) < MOST:

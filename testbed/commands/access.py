@@ -166,7 +166,7 @@ def forgive_device(
     which: Annotated[str, typer.Argument(metavar="NAME|FINGERPRINT", help="As `cleave devices` lists it.")],
     state: State = None,
 ) -> None:
-    """Lift a device's suspension. A running server takes it in when it next asks, within ten minutes."""
+    """Lift a device's suspension. A running server lets it in at once; its agent asks again within ten minutes."""
     from ps.access import access_list as access
 
     good = _access(state).change(lambda access_list: access.forgive(access_list, which, time.time()))

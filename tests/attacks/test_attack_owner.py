@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import FAST
 
+from agent.__main__ import _is_loopback
 from agent.compute.memory_budget import MEMORY_SLACK, MemoryBudget, output_bytes
 from agent.owner.rules import DataPlan
-from agent.protocol.incoming import on_wire
+from agent.protocol.incoming import LOOK_S, on_wire
 from agent.protocol.wire import (
     BLOCK,
     DONE,
@@ -164,6 +165,12 @@ class RawServer:
                 pass  # the agent has hung up
         agent.expect(words)
         return sent
+
+    def begin_and_hang_up(self, size: int) -> None:
+        """At the entrance: send a part of a message, wait until the agent has looked, and close the connection."""
+        with self._shake_hands(b"NULL") as peer:
+            peer.sendall((b"\x03" + (1 << 15).to_bytes(8, "big") + bytes(1 << 15)) * (size >> 15))
+            threading.Event().wait(10 * LOOK_S)
 
     def _shake_hands(self, mechanism: bytes) -> socket.socket:
         peer, _ = self._listener.accept()
@@ -342,6 +349,18 @@ def test_one_message_cannot_move_more_than_the_rest_of_the_daily_cap(
     assert used_bytes(state) < MB + SLACK, "the cap, plus what arrives between two checks"
 
 
+def test_unfinished_messages_of_connections_that_the_server_closes_are_counted(
+    state: Path, start: Start, raw: RawServer
+) -> None:
+    """Under a cap of 1 MB: 300 kB of a message, then the connection ends, again and again."""
+    (state / "owner.toml").write_text('data_cap_a_day = "1 MB"\n')
+    agent = start("agent", "--ps", raw.address, "--memory", f"{LENT} B", *FAST)
+    agent.expect("kernel")
+    for _ in range(4):
+        raw.begin_and_hang_up(300_000)
+    agent.expect("are used for today (data_cap_a_day)")
+
+
 @pytest.mark.slow
 def test_an_honest_server_moves_no_more_than_the_cap(
     state: Path, start: Start, hostile: HostileServer, until: Until
@@ -378,6 +397,23 @@ def test_a_block_in_chunks_that_exceeds_the_daily_cap_is_not_computed(
 
 
 # ---- the pure parts
+
+
+@pytest.mark.parametrize(
+    ("address", "cable"),
+    [
+        ("tcp://127.0.0.1:5555", True),
+        ("tcp://127.7.0.1:5555", True),
+        ("tcp://[::1]:5555", True),
+        ("tcp://localhost:5555", True),
+        ("tcp://127.0.0.1.example.org:5555", False),
+        ("tcp://127.example.org:5555", False),
+        ("tcp://192.0.2.7:5555", False),
+    ],
+)
+def test_only_a_loopback_address_counts_as_a_cable(address: str, cable: bool) -> None:
+    """The rule only_on_wifi does not apply to a cable, and the address comes from the server's owner."""
+    assert _is_loopback(address) is cable
 
 
 def row(key: int, rows: int, columns: int, chunk: int = 0, chunks: int = 1) -> Any:

@@ -16,7 +16,7 @@ from small_runs import CLEAVE, RUN_LIMIT_S
 
 from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.zoo import load_device
-from ps.transport.attendance import MOST, Attendance
+from ps.transport.attendance import MOST, MOST_DEVICE, Attendance
 from testbed.results.keeping import Keeping
 from testbed.runs.display import Display
 from testbed.runs.fleets import make_fleet
@@ -173,3 +173,5 @@ def test_a_device_that_joins_on_another_connection_names_its_old_one() -> None:
     assert attendance.moved(about | {"kind": "pod"}, b"three") == b"", "a pod is not one device"
     assert attendance.moved({}, b"four") == b""
     assert attendance.moved(about, b"five") == b"two"
+    long = {"device": "x" * (MOST_DEVICE + 1)}
+    assert [attendance.moved(long, connection) for connection in (b"one", b"two")] == [b"", b""], "it is not kept"
