@@ -142,7 +142,7 @@ def _lend(words: list[str]) -> int:
         if options.invitation_file is not None:
             forget_file(options.invitation_file)
 
-    over_cable = all(_is_loopback(endpoint) for endpoint in line.endpoints)
+    over_cable = all(is_loopback(endpoint) for endpoint in line.endpoints)
     with resources, Watch(rules_file(), rules, Meter(folder / "traffic.json"), over_cable) as watch:
         worker = Worker(
             line.endpoints,
@@ -199,7 +199,7 @@ def _limit_threads(threads: int) -> None:
         os.environ[variable] = str(threads)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     """True if the server is on this machine or at the other end of a cable (adb reverse): no network is used."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import FAST
 
-from agent.__main__ import _is_loopback
+from agent.__main__ import is_loopback
 from agent.compute.memory_budget import MEMORY_SLACK, MemoryBudget, output_bytes
 from agent.owner.rules import DataPlan
 from agent.protocol.incoming import LOOK_S, on_wire
@@ -413,7 +413,7 @@ def test_a_block_in_chunks_that_exceeds_the_daily_cap_is_not_computed(
 )
 def test_only_a_loopback_address_counts_as_a_cable(address: str, cable: bool) -> None:
     """The rule only_on_wifi does not apply to a cable, and the address comes from the server's owner."""
-    assert _is_loopback(address) is cable
+    assert is_loopback(address) is cable
 
 
 def row(key: int, rows: int, columns: int, chunk: int = 0, chunks: int = 1) -> Any:
