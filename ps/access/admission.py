@@ -11,7 +11,6 @@ valid for one connection and a short time.
 from __future__ import annotations
 
 import hmac
-import itertools
 import secrets
 import threading
 import time
@@ -92,7 +91,7 @@ class ConnectionAdmission:
         self._access, self._tickets, self._refusals, self._now_s = access, tickets, refusals, now_s
         self._monotonic_s = monotonic_s
         self._secret_prefix = secrets.token_hex(16)
-        self._lines = itertools.count(1)
+        self.line = 0  # number of the latest connection that was let in
         self._latest = AccessList()  # the last one that could be read
         self._access_list: AccessList | None = None
         self._allowed: frozenset[str] = frozenset()  # keys that may connect, according to that list
@@ -162,7 +161,8 @@ class ConnectionAdmission:
         return None
 
     def _user(self, kind: str, key: str = "") -> bytes:
-        return f"{self._secret_prefix}{next(self._lines):016x}{kind}{key}".encode()
+        self.line += 1
+        return f"{self._secret_prefix}{self.line:016x}{kind}{key}".encode()
 
     def caller(self, frame: zmq.Frame) -> Caller | None:
         """The connection that this frame came from; None if unknown."""

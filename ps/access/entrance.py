@@ -150,8 +150,10 @@ class Entrance:
 
     def _let_in(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
         """Admission to the data endpoints."""
+        if not self._guard.hear():  # it must know each connection before the server's thread does
+            raise TooOften
         if (user := self._admission.user_id(domain, mechanism, credentials)) is not None:
-            self._guard.let_in(time.monotonic())
+            self._guard.let_in(time.monotonic(), self._admission.line)
             self._guard.enrolled = len(self._admission.read().enrolled)
         return user
 

@@ -95,6 +95,9 @@ class Guard:
         self._lock = threading.Lock()
         self._unjoined = PendingConnections(UNJOINED)
         self._peer: dict[int, Address] = {}  # descriptor -> address of the other end
+        self._line = 0  # number of the latest connection that was let in
+        self._before: dict[int, int] = {}  # descriptor -> that number when its connection was accepted
+        self._failed = False  # a handshake failed, which `attend` has not reported yet
         self._joined: dict[int, _Joined] = {}
         self._quotas: dict[int, _Quota] = {}  # of connections that have not joined
         self._measuring: dict[int, str] = {}  # connections that measure their link -> key; the newest last
@@ -123,9 +126,19 @@ class Guard:
                     self._end(other, self._peer.get(other))
             return True
 
-    def send_away(self, descriptor: int) -> None:
+    def other_end(self, descriptor: int, line: int | None) -> Address | None:
+        """The other end of the connection that was let in as number `line`; None if it is gone. When its last message
+        is read, its descriptor may belong to the connection of another client, even to one at the entrance."""
+        with self._lock:
+            end = self._peer.get(descriptor)
+            another = line is not None and line <= self._before.get(descriptor, 0)
+            return None if another or self._outside.other_end(descriptor) != end else end
+
+    def send_away(self, descriptor: int, line: int | None) -> None:
         """Cut a connection that has not joined; until then, allow it few further bytes."""
-        self.cut(descriptor, self._outside.other_end(descriptor))
+        if (end := self.other_end(descriptor, line)) is None:
+            return
+        self.cut(descriptor, end)
         with self._lock:
             if (quota := self._quotas.get(descriptor)) is not None:
                 quota.most_bytes = min(quota.most_bytes, self._outside.bytes_received(descriptor) + LAST_BYTES)
@@ -186,10 +199,11 @@ class Guard:
         """Whether any connection needs watching."""
         return bool(self._unjoined) or bool(self._cut_s)
 
-    def let_in(self, now_s: float) -> None:
-        """Allow one more connection, whose key or ticket is valid: it may take its time to join without displacing
-        others."""
+    def let_in(self, now_s: float, line: int) -> None:
+        """Allow one more connection, number `line`, whose key or ticket is valid: it may take its time to join without
+        displacing others."""
         self._let_in_s.append(now_s)
+        self._line = line
 
     def _spare(self, now_s: float) -> int:
         while self._let_in_s and self._let_in_s[0] <= now_s - self._unjoined.limits.seconds:
@@ -198,10 +212,15 @@ class Guard:
 
     def attend(self) -> bool:
         """Handle ZeroMQ's reports and check limits. True if a handshake failed or a connection was cut."""
-        refused = False
+        self.hear()
+        failed, self._failed = self._failed, False
+        return self.look(self._outside.now_s()) or failed
+
+    def hear(self) -> bool:
+        """Handle ZeroMQ's reports. False if there are more."""
         for _ in range(EVENTS_PER_TURN):
             if not self.monitor.poll(0):
-                break
+                return True
             event, value = next_event(self.monitor)
             match event:
                 case zmq.EVENT_ACCEPTED:
@@ -209,9 +228,9 @@ class Guard:
                 case zmq.EVENT_DISCONNECTED:
                     self._gone(value)
                 case failed:
-                    refused = True
+                    self._failed = True
                     why_refused(failed, value, self._refusals)
-        return self.look(self._outside.now_s()) or refused
+        return False
 
     def _accepted(self, descriptor: int) -> None:
         peer = self._outside.other_end(descriptor)
@@ -220,7 +239,7 @@ class Guard:
                 del self._cut_s[descriptor]
             if peer is None:
                 return  # the connection is gone already
-            self._peer[descriptor] = peer
+            self._peer[descriptor], self._before[descriptor] = peer, self._line
             held = self._joined.get(descriptor)
             if held is None or held.address != peer:  # devices may join before ZeroMQ reports the connection
                 few = len(self._unjoined) < self._unjoined.limits.most and self._outside.now_s() >= self._wary_until_s
@@ -248,6 +267,7 @@ class Guard:
         with self._lock:
             self._no_more(descriptor)
             peer = self._peer.pop(descriptor, None)
+            self._before.pop(descriptor, None)
             if (held := self._joined.get(descriptor)) is not None and held.address == peer:
                 del self._joined[descriptor]
             if (cut := self._cut_s.get(descriptor)) is not None and cut[1] == peer:

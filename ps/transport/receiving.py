@@ -139,7 +139,7 @@ class Receiving:
         caller, peer = self._admission.caller(frames[0]), self._peers.get(identity)
         if peer is not None and (caller is None or caller.line != peer.line):
             self._membership.lose(peer, "its connection is gone")  # another connection has taken its name
-        end = self._outside.other_end(connection)
+        end = self._guard.other_end(connection, caller.line if caller is not None else None)
         self._complain(identity, frames, WireError(f"a message of more than {most - 1} frames"))
         self._guard.cut(connection, end, at_once=True)
 
@@ -180,7 +180,7 @@ class Receiving:
         if caller is None or caller.line != peer.line:  # another connection has taken its name
             self._take_answers()
             self._membership.lose(peer, "its connection is gone")
-            self._send_away(identity, descriptor(frames[0]))
+            self._send_away(identity, frames[0])
             return
         try:
             message = decode(frames[1:])
@@ -236,7 +236,7 @@ class Receiving:
         if caller is not None and given is None and self._names.hold(identity, frames):
             return
         if caller is None or not given:
-            self._send_away(identity, connection)
+            self._send_away(identity, frames[0])
             return
         stays = caller.of_the_run
         try:
@@ -248,7 +248,7 @@ class Receiving:
             self._complain(identity, frames, error)
             return
         if not stays:
-            self._send_away(identity, connection)
+            self._send_away(identity, frames[0])
 
     def _may_read(self, caller: Caller, frames: Sequence[zmq.Frame]) -> Refusal | None:
         """Why a message must not be parsed, judged by its kind and size: parsing is the expensive part."""
@@ -261,7 +261,7 @@ class Receiving:
 
     def _names_are_known(self, given: Sequence[HeldMessage], chosen: Sequence[HeldMessage]) -> None:
         for held in chosen:
-            self._send_away(held.identity, descriptor(held.frames[0]))
+            self._send_away(held.identity, held.frames[0])
         for held in given:
             self._receive(held.identity, held.frames)
 
@@ -269,7 +269,7 @@ class Receiving:
         """Handle the first message. False if the connection may be closed."""
         match message:
             case Join():
-                end = self._outside.other_end(connection)
+                end = self._guard.other_end(connection, caller.line)
                 if connection != NO_CONNECTION and end is None:
                     return False  # it is gone again
                 self._membership.join(identity, caller, message, connection, end)
@@ -289,12 +289,13 @@ class Receiving:
                 self._shipping.reply(identity, Refused("this server does not know you: join first", final=False))
         return False
 
-    def _send_away(self, identity: bytes, connection: int) -> None:
+    def _send_away(self, identity: bytes, first: zmq.Frame) -> None:
         """Ignore this connection, which has not joined, from now on, and close it."""
         self._sent_away[identity] = None
         if len(self._sent_away) > SENT_AWAY:
             self._sent_away.popitem(last=False)
-        self._guard.send_away(connection)
+        caller = self._admission.caller(first)
+        self._guard.send_away(descriptor(first), caller.line if caller is not None else None)
 
     def _complain(self, identity: bytes, frames: Sequence[zmq.Frame], error: WireError) -> None:
         """Report an invalid message and close its connection. The device may join again through the entrance; its
@@ -309,7 +310,7 @@ class Receiving:
         if (peer := self._peers.get(identity)) is not None:
             self._membership.cut(peer, "it sent what makes no sense")
         elif frames:
-            self._send_away(identity, descriptor(frames[0]))
+            self._send_away(identity, frames[0])
 
 
 @dataclass(slots=True)

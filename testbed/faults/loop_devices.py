@@ -32,6 +32,7 @@ from agent.protocol.wire import (
     encode,
 )
 from ps.access.admission import ConnectionAdmission, TooOften
+from ps.access.guard import Guard
 from testbed.faults.loop_network import Connection, Network
 
 POD, LOCAL, ENROLLED = range(3)  # pod of the run; agent of this machine, with a ticket; agent with a key
@@ -160,6 +161,7 @@ class Process:
         self,
         network: Network,
         admission: ConnectionAdmission,
+        guard: Guard,
         pod_password: str,
         number: int,
         kind: int,
@@ -175,7 +177,7 @@ class Process:
         self.mute_until_s = self.frozen_until_s = self.excused_until_s = self.flooded_s = -FOREVER_S
         self.vanished = self.left = self.staying_away = False
         self.refusals: Counter[str] = Counter()
-        self._admission, self._pod_password = admission, pod_password
+        self._admission, self._guard, self._pod_password = admission, guard, pod_password
         self._late_s = self._trickle_s = 0.0
 
     @property
@@ -219,6 +221,8 @@ class Process:
             return
         line: Line
         connection = self.network.connect(user, lambda c, frames: line.hear(c, frames), lambda c: self._closed(line))
+        self._guard.hear()
+        self._guard.let_in(self.network.now, self._admission.line)
         line = Line(self, connection)
         self.line = line
         self.lines.append(line)

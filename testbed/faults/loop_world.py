@@ -277,9 +277,8 @@ class LoopWorld:
         if number >= MOST_PROCESSES and kind != POD:
             return
         password = self._endpoints.tickets.of_the_run
-        process = Process(
-            self.network, self._endpoints.admission, password, number, kind, profiles, HEARTBEAT_S, self._log
-        )
+        admission, guard = self._endpoints.admission, self._endpoints.guard
+        process = Process(self.network, admission, guard, password, number, kind, profiles, HEARTBEAT_S, self._log)
         self._processes.append(process)
         process.come()
 

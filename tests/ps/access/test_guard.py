@@ -43,6 +43,18 @@ def number_of(line: socket.socket, until: Until) -> int:
     return found()[0]
 
 
+def reused(number: int, old: socket.socket, new: socket.socket, where: tuple[str, int], until: Until) -> None:
+    """Close one connection and open another, which gets its descriptor at the server."""
+    old.close()
+    until(lambda: other_end(number) is None, "the number is free")
+    with contextlib.ExitStack() as taken:
+        while (lower := os.open(os.devnull, os.O_RDONLY)) < number:  # or the next connection could get one of these
+            taken.callback(os.close, lower)
+        os.close(lower)
+        new.connect(where)
+        assert number_of(new, until) == number, "the kernel reuses the number"
+
+
 @pytest.mark.parametrize("heard", [True, False], ids=["the guard knows", "the guard does not know yet"])
 def test_an_order_about_a_connection_does_not_reach_the_next_one_with_its_number(
     nothing_left_behind: None, until: Until, heard: bool
@@ -53,14 +65,8 @@ def test_an_order_about_a_connection_does_not_reach_the_next_one_with_its_number
         old_end = guard.joined(number, b"old")
         assert old_end == old.getsockname()
         guard.attend()
-        old.close()
-        until(lambda: other_end(number) is None, "the number is free")
-        with socket.socket() as new, contextlib.ExitStack() as taken:
-            while (lower := os.open(os.devnull, os.O_RDONLY)) < number:  # or the next connection could get one of these
-                taken.callback(os.close, lower)
-            os.close(lower)
-            new.connect(where)
-            assert number_of(new, until) == number, "the kernel reuses the number"
+        with socket.socket() as new:
+            reused(number, old, new, where, until)
             if heard:
                 until(lambda: guard.attend() or number in guard._unjoined, "the guard knows the new connection")
             assert guard.joined(number, b"new") == new.getsockname()
@@ -71,6 +77,34 @@ def test_an_order_about_a_connection_does_not_reach_the_next_one_with_its_number
             assert not guard.busy, "the new connection is joined, and none is to be cut"
             guard.left(number, new.getsockname(), b"new")
             assert guard.busy
+
+
+def test_a_message_of_a_closed_connection_ends_no_other_one(nothing_left_behind: None, until: Until) -> None:
+    """It is read after its descriptor went to an honest client, which was then cut; at the entrance that client waited
+    in vain for its ticket."""
+    with guarding() as (guard, where), socket.create_server(("127.0.0.1", 0)) as entrance:
+        old, nearly, accepted = socket.create_connection(where), socket.socket(), list[socket.socket]()
+        number = number_of(old, until)
+        guard.hear()
+        guard.let_in(time.monotonic(), line=1)
+        assert guard.other_end(number, line=1) == old.getsockname()
+        with nearly:
+            reused(number, old, nearly, where, until)
+            assert guard.other_end(number, line=1) is None, "the guard has not heard of the new connection yet"
+            guard.hear()
+            assert guard.other_end(number, line=1) is None, "the new connection was let in later"
+            guard.let_in(time.monotonic(), line=2)
+            assert guard.other_end(number, line=2) == nearly.getsockname()
+            with socket.socket() as caller:
+                nearly.close()
+                until(lambda: other_end(number) is None, "the number is free")
+                caller.connect(entrance.getsockname())
+                accepted.append(entrance.accept()[0])
+                os.dup2(accepted[0].fileno(), number)  # as if the kernel had chosen this number
+                guard.send_away(number, line=2)
+                assert not guard.look(time.monotonic() + 1.0), "a client at the entrance stays"
+                os.close(number)
+                accepted[0].close()
 
 
 def test_an_enrolled_fleet_may_connect_all_at_once(nothing_left_behind: None, until: Until) -> None:
