@@ -50,8 +50,8 @@ class Caller:
     line: int = 0  # unique number of this connection, whatever its routing id
 
 
-class TooOften(Exception):
-    """The key is accepted, but it has connected too often just now."""
+class NotNow(Exception):
+    """The connection may be let in, but not at this moment."""
 
 
 class Refusals:
@@ -113,8 +113,8 @@ class ConnectionAdmission:
                 ticket = password.decode(errors="replace")
                 now_s = self._monotonic_s()
                 if not self._tickets.is_of_the_run(ticket) and now_s < self._shut_out.get("", 0.0):
-                    self._tickets.prolong(ticket, now_s)  # the client tries again by itself
-                    raise TooOften
+                    self._tickets.prolong(ticket, now_s)
+                    raise NotNow
                 whose = self._tickets.take(ticket, now_s)
                 if whose is None:
                     self._refusals.refuse("", "a connection", "it has no ticket from the entrance")
@@ -135,8 +135,8 @@ class ConnectionAdmission:
         now_s = self._monotonic_s()
         budget = self._handshakes.setdefault(key, Budget.full(*HANDSHAKES, now_s))
         if key not in self.trusted and not budget.take(1, now_s):
-            self._refusals.refuse(key, "a connection", "it connects too often")
-            raise TooOften
+            self._refusals.say_once(key, f"a connection (key {fingerprint(key)}) waits: it connects too often")
+            raise NotNow
 
     def charge(self, caller: Caller, seconds: float) -> float:
         """For the server's thread: this caller's messages have cost it that much time for nothing. Returns for how long
@@ -151,7 +151,7 @@ class ConnectionAdmission:
 
     def _mind_shut_out(self, key: str) -> None:
         if self._monotonic_s() < self._shut_out.get(key, 0.0):
-            raise TooOften
+            raise NotNow
 
     def entrance_user_id(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
         """User-Id of a new connection to the entrance; None: refused."""

@@ -80,7 +80,7 @@ def open_endpoints(
     context, router = new_router(io_threads=IO_THREADS if encrypted else 1)
     try:
         listeners.append(listen_local(host, port))
-        questions = context.socket(zmq.REP)
+        questions = context.socket(zmq.ROUTER)
         questions.bind("inproc://zeromq.zap.01")
         tickets, refusals = Tickets(), Refusals(say)
         routing_ids, guard = RoutingIds(context, router), Guard(router, refusals, outside)

@@ -13,25 +13,72 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import zmq
 
 from agent.protocol.wire import Hello, Refused, Ticket, VersionMismatch, WireError, decode, encode
-from ps.access.admission import NOT_WRITTEN, ConnectionAdmission, Refusals, TooOften
+from ps.access.admission import NOT_WRITTEN, ConnectionAdmission, NotNow, Refusals
 from ps.access.caller_sockets import CallerSocket, CallerSockets
 from ps.access.guard import Guard
+from ps.access.listening import HANDSHAKE_S
 from ps.access.relay import LOCAL, LOCAL_CALLS, REMOTE, REMOTE_CALLS, Relay
 
 log = logging.getLogger(__name__)
 
 FRAMES = 8
 MESSAGES_PER_TURN = 64
+MOST_WAITING = 1024  # connections that wait to be let in; the guard (ps/access/guard.py) cuts the oldest before
 # Share of a core that unknown clients may cost, and the burst: beyond that this thread sleeps, and they wait.
 SHARE, AT_ONCE_S = 0.1, 0.05
 LOOK_S, IDLE_S = 0.02, 0.5  # interval between checks of connections that have not joined; and if there are none
 
 SAY_HELLO = Refused("this is the entrance: say HELLO first, and join where the ticket says", final=False)
+
+
+class Questions:
+    """ZeroMQ's requests whether to let new connections in (ZAP).
+
+    One that cannot be decided yet waits here. The protocol's own answer, "try again" (status 300), makes libzmq leave
+    the connection open and silent until its handshake times out, and by then its ticket has expired."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], user_id: Callable[[bytes, bytes, Sequence[bytes]], bytes | None]
+    ) -> None:
+        """`user_id`: the User-Id of a connection; None to refuse it; NotNow to ask again later."""
+        self.socket = socket
+        self._user_id = user_id
+        self._waiting: deque[tuple[float, list[bytes]]] = deque()  # until when, and the request
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def answer(self, now_s: float) -> bool:
+        """Answer new and waiting requests, up to MESSAGES_PER_TURN of each. True if any was not let in."""
+        old = [self._waiting.popleft() for _ in range(min(MESSAGES_PER_TURN, len(self._waiting)))]
+        new: list[tuple[float, list[bytes]]] = []
+        while len(new) < MESSAGES_PER_TURN and self.socket.poll(0):
+            new.append((now_s + HANDSHAKE_S, self.socket.recv_multipart()))
+        return sum([not self._answered(frames, until_s, now_s) for until_s, frames in (*old, *new)]) > 0
+
+    def _answered(self, frames: list[bytes], until_s: float, now_s: float) -> bool:
+        """Whether this connection is let in."""
+        who, _, version, request, domain, _, _, mechanism, *credentials = frames
+        try:
+            user = self._user_id(domain, mechanism, credentials)
+            answer = [b"400", b"not known here", b""] if user is None else [b"200", b"OK", user]
+        except NotNow:
+            if now_s < until_s and len(self._waiting) < MOST_WAITING:
+                self._waiting.append((until_s, frames))
+                return False
+            user, answer = None, [b"300", b"try again", b""]
+        except Exception:  # without an answer this connection would never get in
+            log.exception("the entrance cannot decide about a connection")
+            user, answer = None, [b"300", b"try again", b""]
+        self.socket.send_multipart([who, b"", version, request, *answer, b""])
+        return user is not None
 
 
 class Entrance:
@@ -50,12 +97,13 @@ class Entrance:
         """`questions`: ZAP requests of the data endpoints. `local`, `remote`: where callers connect, unencrypted or
         encrypted with the server's `secret` key. `data_port`: where a ticket is valid."""
         self.refused = 0  # callers, and malformed messages
-        self._admission, self._refusals, self._guard, self._questions = admission, refusals, guard, questions
+        self._admission, self._refusals, self._guard = admission, refusals, guard
         self._data_port, self._bundle = data_port, bundle
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 1 << 13)  # three per call; closed ones count for a moment
-        self._own_questions = self._context.socket(zmq.REP)
-        self._own_questions.bind("inproc://zeromq.zap.01")
+        own_questions = self._context.socket(zmq.ROUTER)
+        own_questions.bind("inproc://zeromq.zap.01")
+        self._questions = [Questions(own_questions, admission.entrance_user_id), Questions(questions, self._let_in)]
         self._caller_sockets = [CallerSockets(self._context), CallerSockets(self._context, secret)]
         in_the_clear, encrypted = self._caller_sockets
         now_s = time.monotonic()
@@ -95,11 +143,12 @@ class Entrance:
         begun_s, strangers = time.thread_time(), False
         poller = zmq.Poller()
         poller.register(self._woken.fileno(), zmq.POLLIN)
-        for source in (self._own_questions, self._questions, self._guard.monitor):
+        for source in (*(questions.socket for questions in self._questions), self._guard.monitor):
             poller.register(source, zmq.POLLIN)
         for relay in self._relays:
             relay.register(poller)
-        soon = self._guard.busy or any(relay.waiting for relay in self._relays)
+        waiting = any(relay.waiting for relay in self._relays) or any(some.waiting for some in self._questions)
+        soon = self._guard.busy or waiting
         ready = dict(poller.poll(int(1000 * (LOOK_S if soon else IDLE_S))))
         now_s = time.monotonic()
         for relay in self._relays:
@@ -109,8 +158,9 @@ class Entrance:
                 strangers |= relay.attend(ready, now_s)
             except Exception:  # ZAP requests must be answered whatever happens here
                 log.exception("a relay of the entrance failed at one event")
-        self._answer(self._own_questions, self._admission.entrance_user_id)
-        strangers |= self._answer(self._questions, self._let_in)
+        own, of_data_endpoints = self._questions
+        own.answer(now_s)
+        strangers |= of_data_endpoints.answer(now_s)
         strangers |= self._guard.attend()
         spent_s = time.thread_time() - begun_s if strangers else 0.0
         self._debt_s = max(0.0, self._debt_s + spent_s - SHARE * (now_s - turned_s))
@@ -125,33 +175,10 @@ class Entrance:
             time.sleep(min(LOOK_S, left_s))
             self._guard.look(time.monotonic())
 
-    def _answer(
-        self,
-        questions: zmq.Socket[bytes],
-        user_id: Callable[[bytes, bytes, Sequence[bytes]], bytes | None],
-    ) -> bool:
-        """Answer ZAP requests about new connections, up to MESSAGES_PER_TURN. True if any was refused."""
-        refused = False
-        for _ in range(MESSAGES_PER_TURN):
-            if not questions.poll(0):
-                break
-            version, request, domain, _, _, mechanism, *credentials = questions.recv_multipart()
-            try:
-                user = user_id(domain, mechanism, credentials)
-                answer = [b"400", b"not known here", b""] if user is None else [b"200", b"OK", user]
-            except TooOften:
-                user, answer = None, [b"300", b"try again", b""]
-            except Exception:  # without an answer ZeroMQ asks no more, and no device gets in
-                log.exception("the entrance cannot decide about a connection")
-                user, answer = None, [b"300", b"try again", b""]
-            questions.send_multipart([version, request, *answer, b""])
-            refused |= user is None
-        return refused
-
     def _let_in(self, domain: bytes, mechanism: bytes, credentials: Sequence[bytes]) -> bytes | None:
         """Admission to the data endpoints."""
         if not self._guard.hear():  # it must know each connection before the server's thread does
-            raise TooOften
+            raise NotNow
         if (user := self._admission.user_id(domain, mechanism, credentials)) is not None:
             self._guard.let_in(time.monotonic(), self._admission.line)
             self._guard.enrolled = len(self._admission.read().enrolled)
@@ -196,8 +223,8 @@ class Entrance:
         for relay in self._relays:
             relay.close()
         self._guard.close()
-        for questions in (self._questions, self._own_questions):
-            questions.close(linger=0)
+        for questions in self._questions:
+            questions.socket.close(linger=0)
         self._context.term()
         for sockets in self._caller_sockets:
             sockets.close()

@@ -30,36 +30,50 @@ Key = tuple[int, int]  # job, block
 
 class Typical:
     """Each device's typical lateness, as a multiple of what most blocks of the fleet take: a moving average over its
-    latest blocks, each capped at `tail`."""
+    latest blocks, each capped at `tail`.
+
+    Devices that are later than most blocks are left out of what is normal, as long as they are few. Slower than their
+    profile are all that are later than a typical device, even if they are half of the fleet."""
 
     def __init__(self) -> None:
         self._score: dict[int, tuple[float, int]] = {}  # device -> average, blocks
+        self._most = 1.0
+        self._typical, self._since = 1.0, 0  # the average of a typical device, and the answers since it was computed
         self._late: set[int] = set()  # devices that are typically late
-        self._found: set[int] = set()  # of those, the ones not reported yet
+        self._slow: set[int] = set()  # devices that have become slower than expected, and are not reported yet
 
     def add(self, devices: Sequence[int], ratios: Sequence[float], most: float) -> None:
         """Most blocks take at most `most` times what is expected."""
         now = settings.NOW
         scores, keep, weight = self._score, 1.0 - now.memory, now.memory / most
-        highest = now.tail * most
+        highest, slow = now.tail * most, now.outlier * min(1.0, 1.0 / most)
+        self._most = most
+        self._since += len(devices)
         late, get = self._late, scores.get
         for device, ratio in zip(devices, ratios, strict=True):
             average, blocks = get(device, FRESH)
             average = keep * average + weight * (ratio if ratio < highest else highest)
             scores[device] = average, blocks + 1
-            if average > now.outlier and blocks * now.memory >= 1:
-                late.add(device)
-                self._found.add(device)
-            elif late:
+            if average > slow and blocks * now.memory >= 1:
+                self._slow.add(device)
+                if average > now.outlier:
+                    late.add(device)
+                    continue
+            if late:
                 late.discard(device)
 
-    def take_found(self) -> dict[int, float]:
-        """Devices found to be typically late since the last call, and how late they typically are."""
-        if not self._found:
+    def take_slow(self) -> dict[int, float]:
+        """Devices found since the last call to be typically slower than expected and than a typical device, and how
+        many times."""
+        if not self._slow:
             return {}
-        found = {device: self._score[device][0] for device in sorted(self._found & self._late) if device != UNKNOWN}
-        self._found.clear()
-        return found
+        if self._since >= len(self._score):
+            averages = sorted(average for average, _ in self._score.values())
+            self._typical, self._since = averages[(len(averages) - 1) // 2], 0  # of two devices, the faster one
+        typical = max(1.0 / self._most, min(1.0, self._typical))
+        slow = {device: self._score[device][0] / typical for device in sorted(self._slow) if device != UNKNOWN}
+        self._slow.clear()
+        return {device: times for device, times in slow.items() if times > settings.NOW.outlier}
 
     def outliers(self, among: Sequence[int]) -> list[int]:
         """Devices that are typically late; none if their share is too large."""
@@ -72,7 +86,7 @@ class Typical:
     def forget(self, device: int) -> None:
         self._score.pop(device, None)
         self._late.discard(device)
-        self._found.discard(device)
+        self._slow.discard(device)
 
 
 class Deadlines:

@@ -4,6 +4,8 @@ that they answer, with one small block at a time. Every living device is exactly
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from ps.planning.cost import Integers
@@ -88,11 +90,13 @@ class Standing:
         device is believed to be."""
         return device in self.strikes and (device in self.unproven or device in self.suspects)
 
-    @property
-    def all_owe_an_answer(self) -> bool:
-        """Every device was suspected and has not answered since: they may be tried in turn for ever."""
+    def all_owe_an_answer(self, missed: Set[int]) -> bool:
+        """Every device was suspected and has not answered since, or is in `missed`: they may be tried in turn for
+        ever."""
+        if len(self.strikes) + len(missed) < self.living:
+            return False
         devices = (*self.able.tolist(), *self.suspects, *self.unproven)
-        return all(self.strikes.get(device, 0) for device in devices)
+        return all(device in missed or self.strikes.get(device, 0) for device in devices)
 
     @property
     def living(self) -> int:

@@ -41,6 +41,7 @@ class Stragglers:
         self._answered = False  # any block of any device, ever
         self._said_alone = False  # it was reported that no device answers, and none has since
         self._named: set[int] = set()  # devices that were reported as not answering
+        self._missed: set[int] = set()  # devices that had an overdue block since any device answered
 
     def answered(self, device: int, job_id: int, ratio: float, expected_s: float) -> None:
         """A good answer: it certainly took `ratio` times as long as expected."""
@@ -54,17 +55,20 @@ class Stragglers:
         self._state.devices[device].worked = self._answered = True
         self._beliefs.new.discard(device)
         self._said_alone = False
+        if self._missed:
+            self._missed.clear()
 
     def learn(self, ratios: Sequence[float], certain: Sequence[float], devices: Sequence[int]) -> None:
         """All good answers of a turn: what is normal, and which devices are typically late. `ratios`: of the time until
         they were read, to the expected time; `certain`: the part of them that is not the server's own delay."""
         self._deadlines.returned(ratios, devices, certain)
-        for device, typical in self._deadlines.typical.take_found().items():
+        for device, typical in self._deadlines.typical.take_slow().items():
             if not self._beliefs.is_growing(device):
                 self._beliefs.slowness.typically(device, typical)
 
     def left(self, devices: list[int]) -> None:
         self._named.difference_update(devices)
+        self._missed.difference_update(devices)
         for device in devices:
             self._deadlines.typical.forget(device)
 
@@ -82,6 +86,7 @@ class Stragglers:
         late = [key for key in late if key not in self.copies and self._state.in_flight(key)]
         late, early = self._cold(late, turn) if self._deadlines.cold else (late, [])
         owners = [self._state.owner(key) for key in late]
+        self._missed.update(owners)
         suspects: list[int] = []
         for device in dict.fromkeys(owners):
             known = self._standing.suspects
@@ -92,8 +97,8 @@ class Stragglers:
         if suspects:
             self._standing.suspect(suspects)
             self.move_queued(suspects, turn)
-            if self._standing.all_owe_an_answer:
-                self._say_alone(late, turn)
+        if late and self._standing.all_owe_an_answer(self._missed):
+            self._say_alone(late, turn)
         for device in dict.fromkeys(owners):
             if device in self._standing.suspects:
                 late += self._state.devices[device].in_flight

@@ -31,7 +31,7 @@ from agent.protocol.wire import (
     decode,
     encode,
 )
-from ps.access.admission import ConnectionAdmission, TooOften
+from ps.access.admission import ConnectionAdmission, NotNow
 from ps.access.guard import Guard
 from testbed.faults.loop_network import Connection, Network
 
@@ -240,7 +240,7 @@ class Process:
                 return self._admission.user_id(b"local", b"PLAIN", [b"", self._admission.ticket().encode()])
         try:
             return self._admission.user_id(b"encrypted", b"CURVE", [self.key])
-        except TooOften:
+        except NotNow:
             return None
 
     def _closed(self, line: Line) -> None:

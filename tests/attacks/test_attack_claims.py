@@ -3,6 +3,7 @@ more than a stated share of a product."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,14 +49,24 @@ sys.exit(agent.__main__.main(sys.argv[1:]))
 """
 
 
-class Fleet:
-    """Known honest devices, and one more that is as fast as they are, whatever it claims."""
+def slower(profile: Profile, times: float) -> Profile:
+    return replace(
+        profile,
+        flops=profile.flops / times,
+        overhead_s=profile.overhead_s * times,
+        down_bps=profile.down_bps / times,
+        up_bps=profile.up_bps / times,
+    )
 
-    def __init__(self, honest: int, newcomers: bool, claim: Profile = BOASTS) -> None:
+
+class Fleet:
+    """Known honest devices, and one more that is as fast as they are, whatever it claims. `slow`: the first of the
+    honest devices have become slower than they say, by these factors, as hot phones do."""
+
+    def __init__(self, honest: int, newcomers: bool, claim: Profile = BOASTS, slow: Sequence[float] = ()) -> None:
         self.liar = honest
-        self._fleet = VirtualFleet(
-            pack_profiles([*[HONEST] * honest, claim]), abilities=pack_profiles([HONEST] * (honest + 1))
-        )
+        able = [*(slower(HONEST, times) for times in slow), *[HONEST] * (honest - len(slow) + 1)]
+        self._fleet = VirtualFleet(pack_profiles([*[HONEST] * honest, claim]), abilities=pack_profiles(able))
         self._fleet.join(honest)
         self._fleet.join(1, newcomers=newcomers)
         self._job = 0
@@ -100,6 +111,18 @@ def test_a_known_device_that_claims_everything_is_corrected_without_bound() -> N
     parts, seconds = zip(*[fleet.multiply() for _ in range(40)], strict=True)
     assert np.median(parts[-10:]) <= 0.4, "without the correction, all of every product"
     assert np.median(seconds[-10:]) < 0.5 * max(seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "slow"), [(2, 1), (3, 1), (6, 2), (13, 4), (30, 10)])
+def test_a_third_of_the_fleet_that_became_slower_gets_less_whether_or_not_it_is_overdue(
+    devices: int, slow: int
+) -> None:
+    """Just within four times its time no block is overdue, and too many are late for the others to be normal."""
+    fleet = Fleet(devices - 1, newcomers=False, claim=HONEST, slow=[3.9] * slow)
+    without = Fleet(devices - slow - 1, newcomers=False, claim=HONEST)
+    seconds = [fleet.multiply()[1] for _ in range(120)]
+    assert np.median(seconds[-20:]) <= 1.3 * without.multiply()[1], "without the correction, up to 2.8 times"
 
 
 def test_the_correction_of_a_profile_has_no_bound() -> None:

@@ -287,7 +287,7 @@ def test_a_device_with_two_percent_of_the_blocks_that_is_always_slightly_late_do
         assert deadlines.margin <= NOW.margin * NOW.outlier * 1.1, times
         if times > 1.1 * NOW.outlier:
             assert deadlines.margin == pytest.approx(honest, rel=0.02)
-            assert list(deadlines.typical.take_found()) == [7], "its profile is corrected"
+            assert list(deadlines.typical.take_slow()) == [7], "its profile is corrected"
 
 
 def test_a_device_that_always_answers_just_within_the_margin_raises_it_little() -> None:
@@ -313,4 +313,4 @@ def test_no_coalition_below_a_quarter_of_the_devices_decides_what_is_normal(
 def test_if_all_devices_are_late_none_counts_as_late() -> None:
     deadlines = judged(dict.fromkeys(range(50), 3.0))
     assert deadlines.margin == pytest.approx(3.0 * NOW.margin)
-    assert not deadlines.typical.take_found()
+    assert not deadlines.typical.take_slow()

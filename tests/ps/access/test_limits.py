@@ -20,9 +20,9 @@ from ps.access.admission import (
     TICKET_S,
     Caller,
     ConnectionAdmission,
+    NotNow,
     Refusals,
     Tickets,
-    TooOften,
 )
 from ps.access.allowance import SPARE_ANSWERS, SPARE_BYTES, SPARE_JOINS, SPARE_MESSAGES, Allowance
 from ps.access.caller_sockets import CallerSockets
@@ -89,7 +89,7 @@ def test_a_ticket_outlasts_a_shut_out_of_this_machine_and_pods_are_let_in_meanwh
     assert lasts_s == MOST_SHUT_OUT_HERE_S
     for _ in range(5):  # the flood goes on
         now[0] += 0.9 * lasts_s
-        with pytest.raises(TooOften):
+        with pytest.raises(NotNow):
             admission.user_id(LOCAL, b"PLAIN", [b"", ticket.encode()])
         admission.charge(Caller("", of_the_run=False), 1000.0)
     assert now[0] > 100.0 + TICKET_S

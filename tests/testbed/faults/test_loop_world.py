@@ -106,6 +106,23 @@ def test_one_late_first_answer_does_not_delay_all_other_blocks() -> None:
     assert len(late) == len(set(late)) == 2  # the first answer of each of the two was late
 
 
+def test_devices_that_all_fall_silent_after_they_have_answered_are_reported() -> None:
+    # ChaosError: products wait for a device that can go on, and no notice was given
+    world = replay_loop(
+        [
+            ("pod", [COMMON, COMMON]),
+            ("run", 3),
+            ("submit", [(1, 1, 1, 2, True, None)]),
+            ("run", 6),
+            ("submit", [(1, 1, 1, 1, True, None)]),
+            ("mute", 0, 61035),
+        ]
+    )
+    assert world.faults == Counter({"mute": 1})
+    assert world.seen["products done"] == 2
+    assert [what for _, what in world.trace if "has not answered a block" in what]
+
+
 def test_a_device_that_says_leave_has_left_even_if_its_closed_connection_is_noticed_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
