@@ -21,6 +21,7 @@ A slab that will be used r times while it is kept is downloaded once, so the pac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,7 +211,7 @@ def cut_boxes(
 def made_plan(boxes: Integers, device: Integers, shape: Shape, profiles: NDArray[np.void]) -> Plan:
     """The plan of these blocks: the slabs that each brings, and when its device ends."""
     fresh = fresh_slabs(boxes, device, shape, profiles)
-    ends_s = _device_ends(boxes, device, fresh, shape, profiles)
+    ends_s = _device_ends_s(device, _passages(boxes, device, fresh, shape, profiles), profiles)
     return Plan(boxes, device, fresh, float(ends_s.max()), ends_s[device])
 
 
@@ -228,32 +229,55 @@ def fresh_slabs(boxes: Integers, device: Integers, shape: Shape, profiles: NDArr
     return fresh
 
 
-def _device_ends(
+def together_ends_s(plans: Sequence[Plan], shapes: Sequence[Shape], profiles: NDArray[np.void]) -> Numbers:
+    """When each device has done its blocks of all these plans, by id, in their order; 0 without work."""
+    passages = [
+        _passages(plan.boxes, plan.device, plan.fresh, shape, profiles)
+        for plan, shape in zip(plans, shapes, strict=True)
+    ]
+    return _device_ends_s(np.concatenate([plan.device for plan in plans]), np.hstack(passages), profiles)
+
+
+def _passages(
     boxes: Integers, device: Integers, fresh: NDArray[np.bool_], shape: Shape, profiles: NDArray[np.void]
 ) -> Numbers:
-    """When each device ends, by id; 0 without work. Its blocks pass the three queues one after another."""
+    """Seconds of each block in the three queues, and its chunks: [4, k]."""
+    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
+    lines = batches * (rows * fresh[:, 0] + columns * fresh[:, 1])
+    chunks = -(-shape.inner // np.maximum(chunk_of(boxes, device, shape.inner, profiles), 1))
+    return np.stack([*queue_seconds(profiles, device, shape.inner, batches, rows, columns, lines, chunks), chunks])
+
+
+def _device_ends_s(device: Integers, passages: Numbers, profiles: NDArray[np.void]) -> Numbers:
+    """When each device ends, by id; 0 without work. Its blocks pass the three queues one after another. While it has as
+    many as its credit allows, the next one is sent when an answer has arrived."""
     order = np.argsort(device, kind="stable")
-    boxes, fresh, mine = boxes[order], fresh[order], device[order]
+    passages, mine = passages[:, order], device[order]
     starts = np.flatnonzero(np.diff(mine, prepend=-1))
     count = np.diff(starts, append=len(mine))
     longest = np.argsort(-count, kind="stable")  # longest first, so that the devices that still have a block come first
     starts, count = starts[longest], count[longest]
-    batches, rows, columns = boxes[:, 1], boxes[:, 3], boxes[:, 5]
-    lines = batches * (rows * fresh[:, 0] + columns * fresh[:, 1])
-    chunks = -(-shape.inner // np.maximum(chunk_of(boxes, mine, shape.inner, profiles), 1))
-    down_s, compute_s, up_s = queue_seconds(profiles, mine, shape.inner, batches, rows, columns, lines, chunks)
+    used = mine[starts]
+    credit, line_s = profiles["credit_blocks"][used], 2 * profiles["latency_s"][used]
+    down_s, compute_s, up_s, chunks = passages
     # the first chunk can be computed when it arrives, the last one not before the download ends
     after_first_s, after_last_s = down_s / chunks + compute_s, down_s + compute_s / chunks
     downloaded, computed, uploaded = np.zeros((3, len(starts)))
-    for number in range(int(count[0])):
+    most = int(count.max(initial=0))
+    answered_s = np.zeros((most, len(starts)))  # by number of the block
+    for number in range(most):
         on = int(np.searchsorted(-count, -number))  # devices with more blocks than that
         at = starts[:on] + number
+        if len(waiting := np.flatnonzero(credit[:on] <= number)):
+            answers_s = answered_s[number - credit[waiting], waiting]
+            downloaded[waiting] = np.maximum(downloaded[waiting], answers_s)
         ready_s = downloaded[:on] + np.maximum(after_first_s[at], after_last_s[at])
         computed[:on] = np.maximum(computed[:on] + compute_s[at], ready_s)
         downloaded[:on] += down_s[at]
         uploaded[:on] = np.maximum(uploaded[:on], computed[:on]) + up_s[at]
+        answered_s[number, :on] = uploaded[:on] + line_s[:on]
     ends_s = np.zeros(len(profiles))
-    ends_s[mine[starts]] = 2 * profiles["latency_s"][mine[starts]] + uploaded
+    ends_s[used] = line_s + uploaded
     return ends_s
 
 

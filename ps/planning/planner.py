@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps.planning import settings
-from ps.planning.cost import Integers
+from ps.planning.cost import Integers, Numbers
 from ps.planning.deferred import Team, teams
-from ps.planning.pipeline import made_plan, rectangles
+from ps.planning.pipeline import made_plan, rectangles, together_ends_s
 from ps.planning.plans import WAITS, Level, Plan, PlanError, Request
 from ps.planning.share_cap import NO_CAP, Cap, capped
 from ps.planning.sharing import able_devices, grid_plan, shared
@@ -67,8 +67,8 @@ class Question:
     def ends_s(self, plans: list[Plan], profiles: NDArray[np.void]) -> float:
         """When the plans end. With deferred products beside critical ones, the sum of both ends: a second of either
         costs the same."""
-        parts = [plans[: self.critical], plans[self.critical :]] if self.defers else [plans]
-        return sum(_ends_s(part, profiles) for part in parts)
+        parts = [slice(self.critical), slice(self.critical, None)] if self.defers else [slice(None)]
+        return sum(_ends_s(plans[part], self.requests[part], profiles) for part in parts)
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Planner:
         there = team.devices[np.isin(team.devices, able)]
         deferred = solved(level.deferred, profiles, there) if len(there) else [WAITS] * question.deferred
         gone = len(team.devices) and not len(there)
-        if known and (gone or _ends_s(deferred, profiles) > later * team.span_s):
+        if known and (gone or _ends_s(deferred, level.deferred, profiles) > later * team.span_s):
             return self._solved_beside(question, profiles, able, anew=True)
         return solved(level.critical, profiles, np.setdiff1d(able, there, assume_unique=True)) + deferred
 
@@ -263,17 +263,11 @@ def without_the_lost(
     return found
 
 
-def _ends_s(plans: list[Plan], profiles: NDArray[np.void]) -> float:
-    """When the last device ends. A device in several plans computes them one after another, but waits for its line only
-    once: their messages are on their way together."""
+def _ends_s(plans: Sequence[Plan], requests: Sequence[Request], profiles: NDArray[np.void]) -> float:
+    """When the last device ends. A device in several plans does their blocks one after another."""
     if len(plans) == 1:
         return plans[0].makespan_s
-    busy_s = np.zeros(len(profiles))
-    for plan in plans:
-        used, first = np.unique(plan.device, return_index=True)
-        busy_s[used] += plan.ends_s[first] - 2 * profiles["latency_s"][used]
-    used = np.flatnonzero(busy_s)
-    return float((busy_s + 2 * profiles["latency_s"])[used].max(initial=0.0))
+    return float(together_ends_s(plans, [request.shape for request in requests], profiles).max(initial=0.0))
 
 
 def without(able: Integers, busy: Integers) -> Integers:
@@ -313,12 +307,35 @@ def solved(requests: Sequence[Request], profiles: NDArray[np.void], able: Intege
         if best_s <= settings.NOW.slack * ends_s.mean() and best_s <= in_turn_s:
             return best  # the plans end close enough together
         harder = harder * ends_s / ends_s.mean()
-    if len(requests) > 1:  # each of them has its part of that one wait
-        hurried = mine.copy()
-        hurried["latency_s"] /= len(requests)
-        over_all = {request: Relaxation.of(request, hurried) for request in over_all}
-    in_turn = [over_all[request].plan(profiles, able, few=True) for request in requests]
-    return best if best_s <= _ends_s(in_turn, profiles) else in_turn
+    if len(requests) == 1:
+        return [relaxations[0].plan(profiles, able, few=True)]
+    in_turn = _in_turn(requests, profiles, able)
+    return best if best_s <= _ends_s(in_turn, requests, profiles) else in_turn
+
+
+def _in_turn(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers) -> list[Plan]:
+    """Plans over all devices, one product after another. A device waits for its line once for all of them, so each
+    product has its part of that one wait, as far as the device's credit goes. A device whose blocks turn out to be more
+    than that waits again and again, and gets less, or nothing."""
+    line_s, at_once = 2 * profiles["latency_s"], np.minimum(len(requests), profiles["credit_blocks"])
+    choices = [_each(requests, profiles, able, line_s / at_once)]
+    devices = np.concatenate([plan.device for plan in choices[0]])
+    rounds = -(-np.bincount(devices, minlength=len(profiles)) // profiles["credit_blocks"])
+    if rounds.max() > 1:
+        choices.append(_each(requests, profiles, able, line_s * np.maximum(1 / at_once, rounds / len(requests))))
+        cells = np.concatenate([plan.boxes[:, 1::2].prod(axis=1) for plan in choices[0]])
+        alone = np.array([np.bincount(devices, cells).argmax()])  # whole products are fewer blocks
+        with suppress(PlanError):  # it may not have the memory
+            choices.append(_each(requests, profiles, alone, line_s / at_once))
+    return min(choices, key=lambda plans: _ends_s(plans, requests, profiles))
+
+
+def _each(requests: Sequence[Request], profiles: NDArray[np.void], able: Integers, waits_s: Numbers) -> list[Plan]:
+    """A plan over all devices for each product, if it costs a device `waits_s` to take part."""
+    hurried = profiles[able]
+    hurried["latency_s"] = waits_s[able] / 2
+    plans = {r: Relaxation.of(r, hurried).plan(profiles, able, few=True) for r in dict.fromkeys(requests)}
+    return [plans[request] for request in requests]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,15 @@ class Assignments:
         return job
 
     def cut(self, lost: list[tuple[int, int]], turn: Turn, avoid: int = -1, loss: int = 0) -> None:
-        """Cut these blocks again, over living devices, critical jobs first. `loss`: the loss of devices that is the
-        reason, if any; a block that already repairs an earlier loss goes on repairing that one."""
+        """Cut these blocks again, over living devices: first those that able devices have the memory for, since others
+        make suspects able again, which may be faster and never answer; of these, critical jobs first. `loss`: the loss
+        of devices that is the reason, if any; a block that already repairs an earlier loss goes on repairing that
+        one."""
+        jobs, most = self._state.jobs, usable_bytes(self._beliefs.profiles[self._standing.able]).max(initial=0)
         groups: dict[tuple[int, int], list[int]] = {}  # by job and by the loss that is repaired
-        for job_id, block in sorted(lost, key=lambda key: not self._state.jobs[key[0]].critical):
+        for job_id, block in sorted(
+            lost, key=lambda key: (least_bytes(jobs[key[0]].shape.inner) > most, not jobs[key[0]].critical)
+        ):
             groups.setdefault((job_id, self._state.jobs[job_id].loss[block] or loss), []).append(block)
         for (job_id, repaired), blocks in groups.items():
             job = self._state.jobs[job_id]

@@ -164,7 +164,7 @@ class Deadlines:
             counted = counted[~np.isin(np.array(self._devices), outliers)]
         most, nearly_all = np.quantile(counted, [now.most, now.quantile]).tolist()
         self._most = max(most, 1e-9)
-        self.margin = max(1.0, now.margin * min(nearly_all, now.tail * most))
+        self.margin = now.margin * max(1.0, min(nearly_all, now.tail * most))
         unjudged, self._unjudged = self._unjudged, []
         for key, device, sent_s, expected_s in unjudged:
             self.sent([key], [device], sent_s, [expected_s])

@@ -112,8 +112,12 @@ class Device:
         return self.free.left(self.model_s(now_s), self.in_flight_s) if self.in_flight else IDLE
 
     def busy_with_all_s(self, now_s: float) -> tuple[float, float, float]:
-        """The same, including the blocks queued for it."""
-        return after(self.busy_s(now_s), self.waiting, len(self.critical) + len(self.deferred))
+        """The same, including the blocks queued for it. Without credit, the first of them leaves when an answer has
+        arrived."""
+        down_s, compute_s, up_s = self.busy_s(now_s)
+        if len(self.in_flight) >= self.credit_blocks:
+            down_s = max(down_s, next(iter(self.in_flight.values())) + self.round_trip_s - self.model_s(now_s))
+        return after((down_s, compute_s, up_s), self.waiting, len(self.critical) + len(self.deferred))
 
     def ends_s(self, now_s: float) -> float:
         """Seconds until it returns its last block, if it stays as late as it is."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Late and silent devices are normally judged once the socket is empty, but after this long even if it is not: a flood
-# of messages must not stop the clock. Reading the answers of a thousand devices after a hitch takes less time.
-UNHEARD_S = 0.2
+# of messages must not stop the clock. Reading the answers of a thousand devices after a hitch takes less time. And
+# after so many turns: when the process was stopped, one turn takes longer than that, and has read next to nothing.
+UNHEARD_S, UNHEARD_TURNS = 0.2, 4
 # If reading took longer than this, the next request is left to the next turn, which then reads nothing.
 LONG_S = 0.02
 
@@ -28,5 +29,5 @@ class Pace:
     heard_s: float  # when the socket was last empty, or reading towards that began
     free_s: float  # when late blocks could last be judged
     empty_s: float  # when the socket was last seen empty: what is read now has arrived since then
-    unheard: bool = False
+    unheard: int = 0  # turns since then
     request_next: bool = False  # the last turn left a request to this one

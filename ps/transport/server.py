@@ -58,7 +58,7 @@ from ps.transport.intake import Intake, Requests
 from ps.transport.jobs import Live, Product, Totals
 from ps.transport.membership import Membership, Reports
 from ps.transport.operands import Operand
-from ps.transport.pace import LONG_S, PACKING_S, UNHEARD_S, WAITED_S, Pace
+from ps.transport.pace import LONG_S, PACKING_S, UNHEARD_S, UNHEARD_TURNS, WAITED_S, Pace
 from ps.transport.peers import Peer, missing_ones
 from ps.transport.receiving import Answers, Receiving
 from ps.transport.records import Records
@@ -383,10 +383,12 @@ class Server(Shell[Answers]):
         if not pace.unheard:
             pace.heard_s = outside.now_s()
         ended = self._membership.ended
-        pace.unheard = pace.request_next or not self._receiving.read()
+        empty = not pace.request_next and self._receiving.read()
+        pace.unheard = 0 if empty else pace.unheard + 1
         if not pace.unheard:
             self._guard.all_read_s, pace.empty_s = outside.now_s(), self._now_s()
-        heard = not pace.unheard or outside.now_s() >= pace.heard_s + UNHEARD_S
+        long_s = outside.now_s() - pace.heard_s
+        heard = not pace.unheard or (long_s >= UNHEARD_S and pace.unheard >= UNHEARD_TURNS)
         if heard:
             self._membership.lose_ended(ended)
         # right after reading: later in the turn, an answer may be waiting in the socket

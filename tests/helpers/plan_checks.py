@@ -76,13 +76,18 @@ Block = tuple[float, float, float, int]  # seconds of download, compute with ove
 
 
 def simulated_s(p: Profile, blocks: list[Block]) -> float:
-    """One device, chunk by chunk: each part waits for its download and for the previous part."""
+    """One device, chunk by chunk: each part waits for its download and for the previous part, and a block for an answer
+    if the device has all that its credit allows."""
     downloaded = computed = uploaded = 0.0
-    for down_s, compute_s, up_s, chunks in blocks:
+    answered: list[float] = []
+    for number, (down_s, compute_s, up_s, chunks) in enumerate(blocks):
+        if number >= p.credit_blocks:
+            downloaded = max(downloaded, answered[number - p.credit_blocks])
         for _ in range(chunks):
             downloaded += down_s / chunks
             computed = max(computed, downloaded) + compute_s / chunks
         uploaded = max(uploaded, computed) + up_s
+        answered.append(uploaded + 2 * p.latency_s)
     return 2 * p.latency_s + uploaded
 
 

@@ -12,16 +12,22 @@ from ps.transport.operands import Operand
 from testbed.virtual.server import VirtualServer
 
 
-def multiply(server: VirtualServer, shapes: list[tuple[int, int, int]], seed: int = 0) -> int:
-    """Computes the products one after another; returns their FLOPs."""
+def multiply(server: VirtualServer, shapes: list[tuple[int, int, int]], seed: int = 0, together: bool = False) -> int:
+    """Computes the products one after another, or all submitted at once; returns their FLOPs."""
     rng, flops = np.random.default_rng(seed), 0
-    for rows, inner, columns in shapes:
+    for group in [shapes] if together else [[shape] for shape in shapes]:
         done: SimpleQueue[int] = SimpleQueue()
-        left = rng.standard_normal((1, rows, inner), dtype=np.float32)
-        right = rng.standard_normal((1, columns, inner), dtype=np.float32)
-        out = np.full((1, rows, columns), np.nan, np.float32)
-        server.submit(Product(Operand(left), Operand(right), out, partial(done.put, 1)))
-        assert server.collect(done) == [1]
-        np.testing.assert_allclose(out, left @ right.transpose(0, 2, 1), rtol=1e-3, atol=1e-3)
-        flops += 2 * rows * inner * columns
+        products = []
+        for rows, inner, columns in group:
+            left, right = (Operand(rng.standard_normal((1, n, inner), dtype=np.float32)) for n in (rows, columns))
+            out = np.full((1, rows, columns), np.nan, np.float32)
+            products.append(Product(left, right, out, partial(done.put, 1)))
+            flops += 2 * rows * inner * columns
+        server.submit(*products)
+        ended = 0
+        while ended < len(products):
+            ended += len(server.collect(done))
+        for product in products:
+            expected = product.left.array @ product.right.array.transpose(0, 2, 1)
+            np.testing.assert_allclose(product.out, expected, rtol=1e-3, atol=1e-3)
     return flops

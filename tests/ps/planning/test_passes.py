@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_products import multiply
 
 from emulator.model.fleet import uniform_fleet
 from ps.graph.executor import Executor
@@ -169,11 +170,18 @@ def test_the_next_pass_is_planned_for_all_devices_even_if_some_are_busy_now() ->
     assert len(planner._cache[Question((CHAIN,))].able) == len(FLEET) - 1
 
 
-def test_products_in_sequence_end_when_the_last_of_them_does() -> None:
-    few = FLEET[:1]
-    one, *_ = plans = Planner().plan([GRADIENT] * 3, few, np.arange(1))
-    waits_s = 2 * float(few["latency_s"][0])  # for its line: once
-    assert _ends_s(plans, few) == pytest.approx(3 * (one.makespan_s - waits_s) + waits_s)
+@pytest.mark.parametrize("credit", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_products_that_are_ready_together_take_as_long_as_planned(devices: int, credit: int) -> None:
+    """In virtual time, with long lines: a device waits for an answer whenever it has all the blocks it may have."""
+    fleet = FLEET[:devices].copy()
+    fleet["credit_blocks"], fleet["latency_s"] = credit, np.linspace(0.002, 0.08, devices)
+    shapes = [(256, 128, 192), (128, 256, 64), (192, 192, 192)]
+    requests = [Request(Shape(1, *shape)) for shape in shapes]
+    server = VirtualServer(fleet, [str(device) for device in range(devices)], Planner())
+    multiply(server, shapes, together=True)
+    planned_s = _ends_s(Planner().plan(requests, fleet, np.arange(devices)), requests, fleet)
+    assert server.clock.now_s == pytest.approx(planned_s, rel=0.03)
 
 
 def test_no_device_is_taken_from_a_product_that_only_it_can_compute() -> None:

@@ -141,7 +141,9 @@ def cut(strips: int, chunks: int, taper: float = 1.0) -> Cuts:
 def test_the_formula_for_strips_matches_three_queues(
     p: Profile, inner: int, h: int, w: int, k: int, taper: float
 ) -> None:
-    """Exactly, except that each strip's overhead counts in full, even where it is hidden."""
+    """Exactly, except that each strip's overhead counts in full, even where it is hidden. A device has credit for all
+    its strips."""
+    p = replace(p, credit_blocks=max(k, p.credit_blocks))
     shape = Shape(1, h, inner, w)
     cost_model = running_cost_models(pack_profiles([p]), Request(shape), cut(k, 1, taper))[0]
     modelled_s = float(cost_model.fixed_s[0] + cost_model.loads(np.array([h]), np.array([w])).max())

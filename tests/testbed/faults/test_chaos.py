@@ -175,3 +175,63 @@ def test_deferred_products_that_no_present_device_can_do_are_done_by_the_next_on
     assert [outcome.waiting for outcome in outcomes if outcome.waiting] == [[0, 1]]
     assert {sent.key[0] for outcome in outcomes for sent in outcome.sent} == {1}
     assert sorted(job for outcome in outcomes for job in outcome.finished) == [0, 1]
+
+
+def test_a_block_that_others_can_do_does_not_wait_behind_one_that_only_silent_devices_can_do() -> None:
+    # ChaosError: jobs [3, 7, 9] do not end however often the server looks at the clock
+    world = replay(
+        [
+            ("planner", "packed"),
+            ("history", 1.0),
+            (
+                "join",
+                [
+                    (219152767.0, 0.001, 556774585.0, 99761.0, 0.0, 8, 2),
+                    (83068373934.0, 0.0, 1611201.0, 62072230.0, 0.05, 200, 2),
+                    (818179681467.0, 0.0, 3918988.0, 21925.0, 0.05, 1600, 1),
+                    (1000000000.0, 0.0001, 10000000.0, 10000000.0, 0.01, 1099511627776, 2),
+                    (1000000000.0, 0.0001, 10000000.0, 10000000.0, 0.01, 1099511627776, 2),
+                    (1000000000.0, 0.0001, 10000000.0, 10000000.0, 0.01, 1099511627776, 2),
+                ],
+            ),
+            ("join", [(1476377.0, 0.0, 26179.0, 42346819.0, 0.05, 2500, 1)]),
+            ("join", [(1000000000.0, 0.0001, 10000000.0, 10000000.0, 0.01, 1099511627776, 2)]),
+            ("leave", [532]),
+            ("leave", [421]),
+            (
+                "newcomers",
+                [
+                    (22532346.0, 0.0, 111794983.0, 59478161.0, 0.05, 1600, 1),
+                    (33381873.0, 0.0, 167941974.0, 4652077.0, 0.05, 200, 2),
+                ],
+            ),
+            ("submit", [(1, 1, 1, 1, True, None)]),
+            (
+                "join",
+                [
+                    (205299138.0, 0.0, 34734.0, 118941.0, 0.05, 200, 1),
+                    (89519031.0, 0.001, 214937386.0, 76513.0, 0.0, 2500, 1),
+                    (1000000000.0, 0.0001, 10000000.0, 10000000.0, 0.01, 1099511627776, 2),
+                ],
+            ),
+            ("lie", 0),
+            ("run", 3),
+            ("begin", [(1, 1, 1, 1, False, None), (1, 1, 1, 1, False, None)]),
+            ("leave", [423, 64]),
+            ("submit", [(1, 3, 67, 1, False, None), (1, 1, 5, 4, True, None)]),
+            ("lost", 931),
+            ("overdue", 254, 6.0),
+            ("newcomers", [(6519247.0, 0.0, 441627920.0, 6860352.0, 0.0, 8, 1)]),
+            ("mute", [249, 538]),
+            ("submit", [(1, 3, 2, 4, False, None), (1, 1, 2, 4, False, None)]),
+            ("run", 2),
+            ("refuse", 489),
+            ("overdue", 0, 6.0),
+            ("submit", [(1, 3, 78, 1, False, None), (1, 1, 1, 2, True, None)]),
+            ("overdue", 0, 6.0),
+            ("lie", 3),
+            ("submit", [(1, 1, 5, 5, False, None)]),
+        ]
+    )
+    assert world.faults["mute"] == 2
+    assert {job for _, _, outcome in world.trace for job in outcome.finished} == set(range(10))

@@ -123,6 +123,30 @@ def test_devices_that_all_fall_silent_after_they_have_answered_are_reported() ->
     assert [what for _, what in world.trace if "has not answered a block" in what]
 
 
+def test_a_server_stopped_while_it_reads_judges_nothing_before_it_has_read_on() -> None:
+    # ChaosError: blocks were taken for overdue, and only the server or its clock stood still
+    small = (1e9, 1e-3, 1e7, 1e7, 0.002, 2500, 4)
+    slow = (1e8, 1e-3, 5e6, 5e6, 0.002, 1 << 40, 4)
+    world = replay_loop(
+        [
+            ("enrolled", [small]),
+            ("enrolled", [slow]),
+            ("submit", [(1, 11, 78, 11, True, None), (1, 1, 1, 1, True, None)]),
+            ("submit", [(1, 1, 1, 1, True, None), (2, 7, 78, 5, True, None), (1, 1, 1, 1, True, None)]),
+            ("submit", [(1, 3, 78, 8, True, None), (1, 1, 1, 1, True, None)]),
+            ("run", 375),
+            ("submit", [(1, 4, 51, 9, True, None), (2, 11, 8, 12, True, None), (1, 1, 1, 2, True, None)]),
+            ("run", 20),
+            ("pause", 23, 0),
+            ("pause", 375, 1),
+            ("run", 1),
+        ]
+    )
+    assert world.faults == Counter({"pause": 2})
+    assert world.server.late_blocks_helped == 0
+    assert world.seen["products done"] == 10
+
+
 def test_a_device_that_says_leave_has_left_even_if_its_closed_connection_is_noticed_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
