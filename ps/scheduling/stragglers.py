@@ -127,7 +127,8 @@ class Stragglers:
             job = self._state.jobs[job_id]
             expected_s = max(job.expected_s[block], job.patience_s[block])
             due_s = job.sent_s[block] + self._deadlines.allowed_s(expected_s)
-            if due_s > now_s and (proven_s := self._deadlines.proven_s(expected_s)) < float("inf"):
+            proven_s = self._deadlines.proven_s(expected_s)
+            if due_s > now_s + settings.NOW.hitch_s and proven_s < float("inf"):
                 if now_s >= job.sent_s[block] + proven_s and fast and fast != [job.device[block]]:
                     early.append((job_id, block))
                     continue
@@ -201,6 +202,9 @@ class Stragglers:
                 self._pieces_win(job_id, earlier, turn)  # a piece of its copy is overdue as well: drop the original
         devices = [job.device[block] for block in late]
         most = planning_settings.NOW.most_pieces  # copies over more devices cost more work than they save
+        owe = self._missed | self._standing.strikes.keys()
+        if not set(self._standing.able.tolist()) - owe - set(devices):  # try those whose pause is over as well
+            self._standing.trust(list(self._standing.unproven))
         able, records = self._standing.able.tolist(), self._state.devices
         avoid = devices + [d for d in able if not records[d].worked] if worked else devices
         made = self._assignments.recut(job, [job.boxes[block] for block in late], most, avoid=avoid)
