@@ -59,7 +59,7 @@ class Connection:
         self.offered_s = network.ran_s  # when the server last tried to send something; in the server's running time
         self.arrived_s = network.ran_s  # when the last message arrived; in the server's running time
         self.unread: deque[list[bytes]] = deque()  # arrived at the server, not yet read
-        self._buffer: deque[list[Any]] = deque()  # accepted from the server, not read by the device
+        self._buffer: deque[tuple[float, list[Any]]] = deque()  # when it arrives; sent, not read by the device
         self._reading = False
         self._arriving: deque[tuple[float, float, int]] = deque()  # messages on their way: begin, end, bytes
         self._bytes, self._last_s = 0, network.now
@@ -103,13 +103,13 @@ class Connection:
         return len(self._buffer) >= AHEAD
 
     def offer(self, frames: list[Any]) -> None:
-        self._buffer.append(frames)
+        self._buffer.append((self.network.now + self.latency_s, frames))
         self._read_soon()
 
     def _read_soon(self) -> None:
         if not self._reading and self._buffer:
             self._reading = True
-            when = max(self.network.now + self.latency_s, self.deaf_until_s)
+            when = max(self.network.now, self._buffer[0][0], self.deaf_until_s)
             self.network.at(when, self._read)
 
     def _read(self) -> None:
@@ -117,7 +117,7 @@ class Connection:
         if self.network.now < self.deaf_until_s:
             self._read_soon()
         elif self._buffer and self.open:
-            frames = self._buffer.popleft()
+            _, frames = self._buffer.popleft()
             self.heard(self, [bytes(memoryview(frame)) for frame in frames])  # the first copy
             self._read_soon()
 
