@@ -53,6 +53,7 @@ class Line:
         self.excused = False  # the process gave the server a reason to end this connection
         self.heard_s = self.network.now
         self._queues: dict[int, deque[BlockRow]] = {}
+        self._cancelled: set[Answered] = set()  # blocks of which more chunks are to come
         self._busy: set[int] = set()
         self._ready: list[tuple[Answered, NDArray[np.float32]]] = []
         self._last: list[Frame] = []  # the last RESULT
@@ -94,6 +95,9 @@ class Line:
             case Work():
                 self.operands.accept(message)  # WireError: a block names a piece that is missing
                 for row in message.blocks.tolist():
+                    if row[:3] in self._cancelled:
+                        self._skip(row)
+                        continue
                     self._queues.setdefault(row[0], deque()).append(row)
                     self._next(row[0])
             case Cancel():
@@ -109,7 +113,12 @@ class Line:
         for queue in self._queues.values():
             for row in [row for row in queue if row[:3] in keys]:
                 queue.remove(row)
-                self.operands.skip(row)
+                self._skip(row)
+
+    def _skip(self, row: BlockRow) -> None:
+        """Chunks of a cancelled block still come, as they do to an agent."""
+        self.operands.skip(row)
+        (self._cancelled.discard if row[12] + 1 == row[13] else self._cancelled.add)(row[:3])
 
     def _next(self, device: int) -> None:
         queue = self._queues[device]
