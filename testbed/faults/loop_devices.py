@@ -124,11 +124,15 @@ class Line:
         queue = self._queues[device]
         if device in self._busy or not queue:
             return
-        self._busy.add(device)
         row = queue.popleft()
         profile = self.process.profiles[device]
-        flops = 2.0 * row[9] * row[10] * row[11] * self.operands.inner(row[3])
-        cells = self.operands.product(row, NumpyKernel())
+        try:
+            flops = 2.0 * row[9] * row[10] * row[11] * self.operands.inner(row[3])
+            cells = self.operands.product(row, NumpyKernel())
+        except KeyError:  # its pieces were dropped while it waited: another device has answered
+            self._next(device)
+            return
+        self._busy.add(device)
         takes_s = (profile.overhead_s + flops / profile.flops) * self.process.slowness
         self.process.later(takes_s, lambda: self._computed(row, cells))
 
