@@ -126,6 +126,7 @@ class LoopWorld:
         self._weights: dict[int, Operand] = {}
         self._flops = 0
         self._disturbed = False  # a device may be late
+        self._missed_beats = 0  # heartbeats at which silence may not have been counted: the server had not read all
         network.beside = self._attend
         self._attended_s = 0.0
 
@@ -251,9 +252,11 @@ class LoopWorld:
                 self._run(milliseconds / 1000)
             case ("pause", milliseconds, place):
                 self.network.stop_server(place % 3, milliseconds / 1000)
+                self._missed_beats += 1
                 self._fault("pause")
             case ("hitch", milliseconds):
                 self.network.delay_server(milliseconds / 1000)
+                self._missed_beats += 1 + int(milliseconds / 1000 / HEARTBEAT_S)
                 self._disturbed |= milliseconds >= 1000  # the server's own work counts: waiting blocks are late
                 self._fault("hitch")
             case ("jump", milliseconds):
@@ -342,7 +345,7 @@ class LoopWorld:
                 if count > 1 and process.kind != POD:
                     raise ChaosError(f"{process.name} has {count} connections at the same time")
             self._there = there
-        ran_s, quiet_s = self.network.ran_s, (SILENT_AFTER + 3) * HEARTBEAT_S
+        ran_s, quiet_s = self.network.ran_s, (SILENT_AFTER + 3 + self._missed_beats) * HEARTBEAT_S
         for name, peer in self.server.peers.items():
             line = self._by_name[name]
             connection, process = line.connection, line.process
