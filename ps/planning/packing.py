@@ -164,25 +164,32 @@ def _fill_batch(
 def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: int) -> list[list[Piece]] | None:
     """`wanted` groups of pieces that add up to `length` each: always the largest piece that fits, or if none does, part
     of a divisible one, whose rest stays, or of the smallest, whose rest is lost."""
-    rest = sorted((size, device) for device, size in enumerate(piece.tolist()) if size)
-    whole = divisible.copy()  # a piece is divided at most once
+    by_size = sorted((size, device) for device, size in enumerate(piece.tolist()) if size)
+    may_divide = divisible.tolist()
+    # two sorted lists, so that finding a piece takes as long in a large fleet as in a small one
+    once = [entry for entry in by_size if may_divide[entry[1]]]
+    never = [entry for entry in by_size if not may_divide[entry[1]]]
     groups: list[list[Piece]] = []
     for _ in range(wanted):
         group: list[Piece] = []
         missing = length
         while missing:
-            if not rest:
+            if not (once or never):
                 return None
-            at = bisect.bisect_right(rest, (missing, len(piece))) - 1
-            if at < 0:
-                at = next((number for number, (_, device) in enumerate(rest) if whole[device]), 0)
-            size, device = rest.pop(at)
+            largest = (missing, len(piece))
+            fits_once, fits_never = bisect.bisect_left(once, largest), bisect.bisect_left(never, largest)
+            if fits_once and not (fits_never and never[fits_never - 1] > once[fits_once - 1]):
+                chosen, at = once, fits_once - 1
+            elif fits_never:
+                chosen, at = never, fits_never - 1
+            else:
+                chosen, at = once or never, 0
+            size, device = chosen.pop(at)
             taken = min(size, missing)
             group.append((device, taken))
             missing -= taken
-            if size > taken and whole[device]:
-                whole[device] = False
-                bisect.insort(rest, (size - taken, device))
+            if size > taken and chosen is once:  # a piece is divided at most once
+                bisect.insort(never, (size - taken, device))
         groups.append(group)
     return groups
 
