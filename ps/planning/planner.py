@@ -82,6 +82,10 @@ class _Cached:
     wasted_s: float = 0.0  # over all uses
     followed_by: Question | None = None  # the question that came next, the last time
 
+    def worn_out(self, wastes_s: float) -> bool:
+        """Whether all uses, with one more, lose as much time as new plans cost."""
+        return self.wasted_s + wastes_s > settings.NOW.solving_s * len(self.plans)
+
 
 class Planner:
     """Remembers its plans; its answers depend only on its questions."""
@@ -189,7 +193,9 @@ class Planner:
     def has_ready(self, question: Question, able: Integers, revision: int, busy: Integers) -> bool:
         """Whether the kept plans are valid unchanged."""
         kept = self._cache.get(question)
-        return kept is not None and kept.revision == revision and np.array_equal(kept.able, without(able, busy))
+        if kept is None or kept.revision != revision or kept.worn_out(kept.wastes_s):
+            return False
+        return np.array_equal(kept.able, without(able, busy))
 
     def adopt(self, other: Planner) -> None:
         """Know what another planner knows: its plans are for the same devices, with the same numbers."""
@@ -226,7 +232,7 @@ class Planner:
                 return False
             ends_s = question.ends_s(plans, profiles)
             wastes_s = max(0.0, ends_s - kept.ends_s) + (1 - np.isin(able, kept.solved_for).mean()) * ends_s
-        if kept.wasted_s + wastes_s > settings.NOW.solving_s * len(plans):
+        if kept.worn_out(wastes_s):
             return False
         kept.plans, kept.able, kept.wastes_s = plans, able.copy(), wastes_s
         if used:

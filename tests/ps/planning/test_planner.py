@@ -16,7 +16,7 @@ from agent.protocol.profile import Profile, pack_profiles
 from emulator.model.fleet import uniform_fleet
 from ps.planning.cost import Integers
 from ps.planning.pipeline import Cuts, cut_boxes, running_cost_models
-from ps.planning.planner import Planner, Question, without_the_lost
+from ps.planning.planner import NONE_BUSY, Planner, Question, without_the_lost
 from ps.planning.plans import Plan, PlanError, Request, Shape
 from ps.planning.settings import NOW
 
@@ -401,8 +401,10 @@ def test_a_device_that_joins_is_in_the_plan_once_leaving_it_out_has_cost_as_much
     wanted = [Request(Shape(1, 1000, 64, 1000))]
     before = planner.plan(wanted, table, np.arange(100))[0]
     uses = int(NOW.solving_s / (before.makespan_s / 101))
-    for _ in range(uses):
+    for number in range(uses):
         assert planner.plan(wanted, table, np.arange(101))[0] is before
+        kept = planner.has_ready(Question.of(wanted), np.arange(101), revision=0, busy=NONE_BUSY)
+        assert kept == (number < uses - 1), "a new plan is made in the background"
     assert_same(planner.plan(wanted, table, np.arange(101))[0], Planner().plan(wanted, table, np.arange(101))[0])
 
 
