@@ -74,10 +74,10 @@ class Operands:
         return None
 
     def run_length(self, rows: Sequence[BlockRow], begin: int, most_bytes: int, most_flops: float) -> int:
-        """How many rows from `begin` on are blocks of one size that lie below each other, or beside each other, in the
-        same two pieces: one product gives all of them, in half of the time if they are small. At least 1. More than one
-        only if all have at most `most_bytes` of output and take at most `most_flops`. KeyError if its pieces were
-        dropped."""
+        """How many rows from `begin` on are blocks of one size in the same two pieces that lie below each other, or
+        beside each other, or in lines of these: one product gives all of them, in half of the time if they are small.
+        At least 1. More than one only if all have at most `most_bytes` of output and take at most `most_flops`.
+        KeyError if its pieces were dropped."""
         row = rows[begin]
         batch, height, width, _, chunks = row[9:14]
         if batch != 1 or chunks != 1 or begin + 1 == len(rows):
@@ -87,10 +87,21 @@ class Operands:
         count = 1
         while count < most and rows[begin + count][3:14] == (*row[3:6], row[6] + count * height, *row[7:14]):
             count += 1
-        if count == 1:
-            while count < most and rows[begin + count][3:14] == (*row[3:8], row[8] + count * width, *row[9:14]):
-                count += 1
-        return count
+        if count > 1:
+            return count
+        while count < most and rows[begin + count][3:14] == (*row[3:8], row[8] + count * width, *row[9:14]):
+            count += 1
+        line = [other[3:14] for other in rows[begin : begin + count]]
+        lines = 1
+        while count > 1 and (lines + 1) * count <= most:
+            at = begin + lines * count
+            if any(
+                rows[at + number][3:14] != (*first[:3], first[3] + lines * height, *first[4:])
+                for number, first in enumerate(line)
+            ):
+                break
+            lines += 1
+        return lines * count
 
     def products(self, run: Sequence[BlockRow], kernel: Kernel) -> Array:
         """The products of a run (see `run_length`) as [blocks, rows, columns]."""
@@ -99,9 +110,10 @@ class Operands:
         if run[1][8] == row[8]:  # below each other
             left, right = self.factors((*row[:10], count * height, *row[11:]))
             return kernel.product(left, right).reshape(count, height, width)
-        left, right = self.factors((*row[:11], count * width, *row[12:]))
-        beside = kernel.product(left, right).reshape(height, count, width)
-        return np.ascontiguousarray(beside.transpose(1, 0, 2))
+        line = next((number for number, other in enumerate(run) if other[6] != row[6]), count)
+        left, right = self.factors((*row[:10], count // line * height, line * width, *row[12:]))
+        beside = kernel.product(left, right).reshape(count // line, height, line, width)
+        return np.ascontiguousarray(beside.transpose(0, 2, 1, 3)).reshape(count, height, width)
 
     def skip(self, row: BlockRow) -> None:
         """The block is not wanted: drop the pieces and the sum that only it uses."""

@@ -2,8 +2,9 @@
 
 The cost model gives a block's expected time. The ratio of actual to expected time is remembered for the latest blocks
 of the whole fleet. A block is overdue when its ratio is above that of nearly all of them, or several times that of
-most: with many slow devices, the quantile alone would call slow normal. There is no fixed timeout: on a host that makes
-everything late, no device is late.
+most: with many slow devices, the quantile alone would call slow normal. It must also be later, in seconds, than nearly
+all answers are, up to a quarter of a second: short blocks on a busy host take several times what is expected, and
+copies of them make it busier. There is no fixed timeout: on a host that makes everything late, no device is late.
 
 Until enough answers are known, the cost model alone sets the deadline: a multiple of the expected time, plus a floor.
 
@@ -62,15 +63,20 @@ class Typical:
             if late:
                 late.discard(device)
 
+    @property
+    def usual(self) -> float:
+        """How many times as long as expected the blocks of a typical device take, at least 1."""
+        if self._since >= len(self._score) > 0:
+            averages = sorted(average for average, _ in self._score.values())
+            self._typical, self._since = averages[(len(averages) - 1) // 2], 0  # of two devices, the faster one
+        return max(1.0, min(1.0, self._typical) * self._most)
+
     def take_slow(self) -> dict[int, float]:
         """Devices found since the last call to be typically slower than expected and than a typical device, and how
         many times."""
         if not self._slow:
             return {}
-        if self._since >= len(self._score):
-            averages = sorted(average for average, _ in self._score.values())
-            self._typical, self._since = averages[(len(averages) - 1) // 2], 0  # of two devices, the faster one
-        typical = max(1.0 / self._most, min(1.0, self._typical))
+        typical = self.usual / self._most
         slow = {device: self._score[device][0] / typical for device in sorted(self._slow) if device != UNKNOWN}
         self._slow.clear()
         return {device: times for device, times in slow.items() if times > settings.NOW.outlier}
@@ -93,8 +99,10 @@ class Deadlines:
     def __init__(self) -> None:
         self.typical = Typical()
         self.margin = float("inf")  # how many times its expected time a block may take; infinity: too little is known
+        self.late_s = 0.0  # how much later than expected answers are, at most, whatever their blocks take
         self._most = 1.0  # the ratio that most blocks stay below
         self._ratios: deque[float] = deque(maxlen=16 * settings.NOW.enough)
+        self._lateness_s: deque[float] = deque(maxlen=16 * settings.NOW.enough)
         self._devices: deque[int] = deque(maxlen=16 * settings.NOW.enough)
         self._fresh = 0
         self._heap: list[tuple[float, int, Key]] = []  # deadline, device, block
@@ -123,7 +131,7 @@ class Deadlines:
         if self.cold:
             quickest = min(self._ratios, default=1.0)
             return max(1.0, quickest) * settings.NOW.far * expected_s + settings.NOW.hitch_s
-        return self.margin * expected_s
+        return max(self.margin * expected_s, expected_s + self.late_s)
 
     def proven_s(self, expected_s: float) -> float:
         """How long such a block took at most on the devices that have answered, with the same allowances; infinity
@@ -140,17 +148,22 @@ class Deadlines:
         heapq.heappush(self._heap, (until_s, device, key))
 
     def returned(
-        self, ratios: Sequence[float], devices: Sequence[int] | None = None, certain: Sequence[float] | None = None
+        self,
+        ratios: Sequence[float],
+        devices: Sequence[int] | None = None,
+        certain: Sequence[float] | None = None,
+        lateness_s: Sequence[float] | None = None,
     ) -> None:
-        """Ratios of actual to expected time of returned blocks, and their devices. `certain`: the ratios without the
-        time for which the server left the answers unread, if that is known. A block is overdue by what is normal with
-        the server's delay; a device is late only by what it did itself."""
+        """Ratios of actual to expected time of returned blocks, their devices, and by how many seconds they were late.
+        `certain`: the ratios without the time for which the server left the answers unread, if that is known. A block
+        is overdue by what is normal with the server's delay; a device is late only by what it did itself."""
         devices = devices if devices is not None else [UNKNOWN] * len(ratios)
         cold, now = self.cold, settings.NOW
         if not cold:
             self.typical.add(devices, certain if certain is not None else ratios, self._most)
         few = len(self._ratios) < now.answers
         self._ratios.extend(ratios)
+        self._lateness_s.extend(lateness_s if lateness_s is not None else [0.0] * len(ratios))
         self._devices.extend(devices)
         if few and self.proven_s(0.0) < float("inf"):
             for key, device, sent_s, expected_s in self._unjudged:
@@ -159,12 +172,14 @@ class Deadlines:
         if self._fresh < (now.enough if cold else 4 * now.enough):
             return
         self._fresh = 0
-        counted = np.array(self._ratios)
+        counted = np.array([self._ratios, self._lateness_s])
         if outliers := self.typical.outliers(self._devices):
-            counted = counted[~np.isin(np.array(self._devices), outliers)]
-        most, nearly_all = np.quantile(counted, [now.most, now.quantile]).tolist()
-        self._most = max(most, 1e-9)
-        self.margin = now.margin * max(1.0, min(nearly_all, now.tail * most))
+            counted = counted[:, ~np.isin(np.array(self._devices), outliers)]
+        most, nearly_all = np.quantile(counted, [now.most, now.quantile], axis=1)
+        nearly_all = np.minimum(nearly_all, now.tail * most)
+        self._most = max(float(most[0]), 1e-9)
+        self.margin = now.margin * max(1.0, float(nearly_all[0]))
+        self.late_s = min(now.far_s, now.margin * max(0.0, float(nearly_all[1])))
         unjudged, self._unjudged = self._unjudged, []
         for key, device, sent_s, expected_s in unjudged:
             self.sent([key], [device], sent_s, [expected_s])

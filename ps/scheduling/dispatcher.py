@@ -200,7 +200,7 @@ class Dispatcher:
 
     def _returned(self, event: BlocksReturned, turn: Turn) -> None:
         accepted, finished, repaired = [], [], []
-        answers: list[tuple[float, float, int]] = []
+        answers: list[tuple[float, float, float, int]] = []
         now_s, stragglers, land = self._state.now_s, self._stragglers, self._assignments.land
         unheard_s = min(event.unheard_s, settings.NOW.hitch_s)
         for position, (device, job_id, block) in enumerate(zip(event.devices, event.jobs, event.blocks, strict=True)):
@@ -215,7 +215,7 @@ class Dispatcher:
             expects_s, took_s = job.expected_s[block], now_s - job.sent_s[block]
             # of the moments at which it may have arrived, the one that speaks best for the device
             certain = max(min(took_s, expects_s), took_s - unheard_s) / expects_s
-            answers.append((took_s / expects_s, certain, device))
+            answers.append((took_s / expects_s, certain, took_s - expects_s, device))
             stragglers.answered(device, job_id, certain, expects_s)
             accepted.append(position)
             turn.freed[device] = None

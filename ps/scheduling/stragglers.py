@@ -47,7 +47,9 @@ class Stragglers:
         """A good answer: it certainly took `ratio` times as long as expected."""
         slowness, growing, now = self._beliefs.slowness, self._beliefs.newcomers.beliefs, settings.NOW
         far = ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s
-        if far or device in slowness.factor:
+        if device in slowness.factor:  # else a busy host would take work from it, and from no other
+            slowness.answered(device, ratio / self._deadlines.typical.usual)
+        elif far:
             slowness.answered(device, ratio)
         if growing:
             self._beliefs.newcomers.answered(device, job_id, ratio / self._deadlines.usual)
@@ -58,10 +60,17 @@ class Stragglers:
         if self._missed:
             self._missed.clear()
 
-    def learn(self, ratios: Sequence[float], certain: Sequence[float], devices: Sequence[int]) -> None:
+    def learn(
+        self,
+        ratios: Sequence[float],
+        certain: Sequence[float],
+        lateness_s: Sequence[float],
+        devices: Sequence[int],
+    ) -> None:
         """All good answers of a turn: what is normal, and which devices are typically late. `ratios`: of the time until
-        they were read, to the expected time; `certain`: the part of them that is not the server's own delay."""
-        self._deadlines.returned(ratios, devices, certain)
+        they were read, to the expected time; `certain`: the part of them that is not the server's own delay;
+        `lateness_s`: the time until they were read, beyond the expected time."""
+        self._deadlines.returned(ratios, devices, certain, lateness_s)
         for device, typical in self._deadlines.typical.take_slow().items():
             if not self._beliefs.is_growing(device):
                 self._beliefs.slowness.typically(device, typical)

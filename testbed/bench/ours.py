@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from agent.protocol.profile import MAX_RATE, Profile, pack_profiles
 from emulator.model.fleet import Fleet
-from ps.planning.plans import Plan
+from ps.planning.pipeline import fresh_slabs
+from ps.planning.plans import Plan, Shape
 from ps.transport.jobs import Product
 from ps.transport.operands import Operand
 from ps.transport.server import Server
@@ -91,7 +92,8 @@ def plan_over(work: Work, devices: int) -> Plan:
     head = np.broadcast_to([0, 1], (len(rectangles), 2))
     device = np.arange(len(rectangles)) * devices // len(rectangles)
     boxes = np.column_stack([head, rectangles])
-    return Plan(boxes, device, np.ones((len(boxes), 2), bool), 0.0)
+    shape = Shape(1, work.m, work.n, work.q)
+    return Plan(boxes, device, fresh_slabs(boxes, device, shape, unlimited(devices)), 0.0)
 
 
 def multiply(server: Server, work: Work, a: Matrix, b: Matrix, plan: Plan) -> tuple[float, Matrix]:

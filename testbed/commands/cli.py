@@ -509,8 +509,10 @@ def link(
 
 
 def _one_thread() -> None:
-    """Small matrices: threads would only slow each other down. NumPy and SciPy read the variable when imported."""
+    """Small matrices: threads would only slow each other down, and those that spin while they wait for the next
+    operation take the cores from devices. NumPy, SciPy and PyTorch read the variables when imported."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def main() -> None:
