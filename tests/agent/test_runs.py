@@ -73,7 +73,9 @@ def test_blocks_in_any_order_are_answered_as_one_by_one(
 def test_neighbours_are_one_product() -> None:
     beside = held(given_work([(8, column) for column in range(0, 40, 8)]))
     below = held(given_work([(row, 8) for row in range(0, 24, 8)]))
-    assert [operands.run_length(rows, 0, 1 << 20, 1e9) for operands, rows in (beside, below)] == [5, 3]
+    lines = held(given_work([(row, column) for row in (0, 8) for column in (8, 16, 24)] + [(16, 8), (16, 16)]))
+    runs = [operands.run_length(rows, 0, 1 << 20, 1e9) for operands, rows in (beside, below, lines)]
+    assert runs == [5, 3, 6], "a line that is not complete is a run of its own"
 
 
 def test_others_are_not() -> None:

@@ -30,6 +30,7 @@ from ps.scheduling.events import (
     TimePassed,
 )
 from ps.scheduling.settings import NOW
+from ps.scheduling.slowness import Slowness
 from ps.transport.jobs import Live, Product
 from ps.transport.operands import Operand
 from ps.transport.records import Records
@@ -92,6 +93,37 @@ def test_many_slow_answers_do_not_decide_what_is_normal() -> None:
     deadlines = Deadlines()
     deadlines.returned([1.0] * 80 + [10.0] * 20 + [1.0] * 80)
     assert deadlines.margin == NOW.margin * NOW.tail
+
+
+def test_short_blocks_on_a_busy_host_are_not_overdue_before_they_are_later_than_the_others() -> None:
+    """Two local agents and the server on two cores: blocks of 10 ms were 20 ms late, as all were, and the copies of
+    hundreds of them made the rest later."""
+    deadlines = Deadlines()
+    deadlines.returned([1.0] * NOW.enough, lateness_s=[0.02] * NOW.enough)
+    assert deadlines.allowed_s(0.01) == 0.01 + NOW.margin * 0.02
+    assert deadlines.allowed_s(1.0) == NOW.margin * 1.0, "longer blocks are judged by their ratio"
+
+
+def test_lateness_in_seconds_cannot_be_taught_by_a_minority_nor_exceed_a_hitch() -> None:
+    taught, late = Deadlines(), Deadlines()
+    taught.returned([1.0] * 200, lateness_s=[0.001] * 160 + [60.0] * 40)
+    assert taught.late_s == NOW.margin * NOW.tail * 0.001
+    late.returned([1.0] * NOW.enough, lateness_s=[60.0] * NOW.enough)
+    assert late.allowed_s(0.01) == 0.01 + NOW.far_s
+
+
+def test_a_busy_host_takes_no_work_from_a_device_that_was_corrected_before() -> None:
+    """It was compared with the model, all others with what is usual: so it alone got less while all were late."""
+    deadlines, slowness = Deadlines(), Slowness()
+    devices = [0, 1, 2] * NOW.enough
+    deadlines.returned([1.0] * len(devices), devices)
+    slowness.overtaken(0, NOW.far)
+    assert slowness.take_changes() == {0: NOW.far}
+    for _ in range(4):
+        deadlines.returned([2.0] * len(devices), devices)
+    for _ in range(NOW.answers):
+        slowness.answered(0, 2.0 / deadlines.typical.usual)
+    assert slowness.take_changes() == {}
 
 
 def test_after_a_hitch_of_its_own_the_server_waits_as_long_before_it_checks_deadlines() -> None:
