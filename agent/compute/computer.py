@@ -51,7 +51,7 @@ class Computer(threading.Thread):
 
     def give(self, rows: list[BlockRow]) -> None:
         self._rows_given += len(rows)
-        self._chunks_given += sum(row[13] > 1 for row in rows)
+        self._chunks_given += sum(row.chunks > 1 for row in rows)
         self.inbox.put(rows)
 
     @property
@@ -87,7 +87,7 @@ class Computer(threading.Thread):
             answered, product = self._answer(run)
             self._rows_done += len(run)
             now = time.perf_counter()
-            if run[0][13] > 1:
+            if run[0].chunks > 1:
                 self._chunks_done += 1
                 self._ring()
             if product is None:
@@ -111,7 +111,7 @@ class Computer(threading.Thread):
         except KeyError:  # its pieces were dropped while it waited
             count = 1
         run = rows[at : at + count]
-        if self.cancelled and any((row[1], row[2]) in self.cancelled for row in run):
+        if self.cancelled and any(row.key[1:] in self.cancelled for row in run):
             return run[:1]
         return run
 
@@ -122,27 +122,27 @@ class Computer(threading.Thread):
             with contextlib.suppress(KeyError, MemoryError):  # then one by one, below
                 products = self._operands.products(run, self._kernel)
                 seconds, one = (time.perf_counter() - begin) / len(run), products[0].size
-                return [(*row[:3], DONE, one, seconds, 0) for row in run], products
+                return [(*row.key, DONE, one, seconds, 0) for row in run], products
         answered: list[AnswerRow] = []
         cells: list[Array] = []
         for row in run:
-            begin, key = time.perf_counter(), (row[1], row[2])
+            begin, key = time.perf_counter(), (row.job, row.block)
             status, product = self._compute(row)
             seconds = self._spent.pop(key, 0.0) + time.perf_counter() - begin
             if product is not None:
-                answered.append((*row[:3], status, product.size, seconds, 0))
+                answered.append((*row.key, status, product.size, seconds, 0))
                 cells.append(product.reshape(-1))
-            elif row[12] + 1 < row[13]:
+            elif not row.is_last:
                 self._spent[key] = seconds
             else:
-                self.ended.put(row[:3])
+                self.ended.put(row.key)
         if not cells:
             return [], None
         return answered, cells[0] if len(cells) == 1 else np.concatenate(cells)
 
     def _compute(self, row: BlockRow) -> tuple[int, Array | None]:
         """Status and product. None: nothing to answer, or not yet."""
-        job, block, last = row[1], row[2], row[12] + 1 == row[13]
+        job, block, last = row.job, row.block, row.is_last
         if (job, block) in self.cancelled:
             if last:
                 self.cancelled.discard((job, block))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from agent.compute.pieces import BlockRow
+from agent.compute.pieces import BlockRow, block_rows
 from agent.protocol.wire import WireError, Work
 
 # Pieces of cancelled blocks stay until the server releases them, and a kernel may copy a strip of an operand. Memory
@@ -53,7 +53,7 @@ class MemoryBudget:
             raise WireError(f"{len(work.blocks)} blocks in one message, at most {self.most_rows} may wait here")
         if len(work.released) > MOST_RELEASED:
             raise WireError(f"{len(work.released)} pieces are released at once, at most {MOST_RELEASED} are allowed")
-        self._waiting.extend(work.blocks.tolist())
+        self._waiting.extend(block_rows(work.blocks))
 
     def take(self, operand_bytes: int) -> tuple[list[BlockRow], list[BlockRow]]:
         """Rows to compute now, and rows refused. Rows in neither list keep waiting, or belong to a refused block."""
@@ -62,12 +62,12 @@ class MemoryBudget:
         refused: list[BlockRow] = []
         while self._waiting:
             row = self._waiting[0]
-            key, chunk, chunks = row[:3], row[12], row[13]
+            key = row.key
             if key in self._refused:
-                if chunk + 1 == chunks:
+                if row.is_last:
                     self._refused.discard(key)
             elif key in self._open:
-                if chunk == 0:
+                if row.chunk == 0:
                     raise WireError(f"block {key[2]} of job {key[1]} came a second time")
                 taken.append(row)
             elif operand_bytes + self.output_bytes + (size := output_bytes(row)) <= self.most_bytes:
@@ -78,7 +78,7 @@ class MemoryBudget:
                 break
             else:
                 refused.append(row)
-                if chunk + 1 < chunks:
+                if not row.is_last:
                     self._refused.add(key)
             self._waiting.popleft()
         if len(self._refused) > self.most_rows:
@@ -124,4 +124,4 @@ class MemoryBudget:
 
 def output_bytes(row: BlockRow) -> int:
     """Output memory of a block while it is computed. Python integers do not overflow."""
-    return 4 * row[9] * row[10] * row[11] * (2 if row[13] > 1 else 1)
+    return 4 * row.batch * row.rows * row.columns * (2 if row.chunks > 1 else 1)

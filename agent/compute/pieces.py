@@ -6,6 +6,7 @@ Shared by the agent and the emulator's pods. No operand is copied after it leave
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,50 @@ from agent.compute.kernels import Kernel
 from agent.protocol.wire import INNER_MAJOR, WireError, Work
 
 Array = NDArray[np.float32]
-# one block as plain integers, in the order of wire.BLOCK
-BlockRow = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]
+
+
+class BlockRow(NamedTuple):
+    """One block, or one chunk of it, as plain integers, in the order of wire.BLOCK, which says what they mean."""
+
+    device: int
+    job: int
+    block: int
+    left: int
+    right: int
+    left_batch: int
+    left_outer: int
+    right_batch: int
+    right_outer: int
+    batch: int
+    rows: int
+    columns: int
+    chunk: int
+    chunks: int
+    down_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Device, job, block."""
+        return self[:3]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no chunk of the block comes after this one."""
+        return self.chunk + 1 == self.chunks
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Its size, and where its operands are: all but its name and its cost."""
+        return self[3:14]
+
+    def place_beyond(self, down: int = 0, across: int = 0) -> tuple[int, ...]:
+        """The place of a block of its size that lies so many rows below and columns beside it."""
+        sides = (self.left_batch, self.left_outer + down, self.right_batch, self.right_outer + across)
+        return (self.left, self.right, *sides, *self[9:14])
+
+
+def block_rows(blocks: NDArray[np.void]) -> list[BlockRow]:
+    return list(map(BlockRow._make, blocks.tolist()))
 
 
 class Operands:
@@ -58,19 +101,17 @@ class Operands:
     def product(self, row: BlockRow, kernel: Kernel) -> Array | None:
         """The block's product; None if more of its chunks are still to come. KeyError if its pieces were dropped."""
         product = kernel.product(*self.factors(row))
-        chunk, chunks = row[12], row[13]
-        if chunks == 1:
+        if row.chunks == 1:
             return product
-        self.drop(row[3:5])
-        key = row[:3]
-        added, total = self._sums.pop(key, (0, product))
-        if added != chunk:
-            raise WireError(f"chunk {chunk} of block {row[2]} of job {row[1]} came after {added} chunks")
-        if chunk:
+        self.drop((row.left, row.right))
+        added, total = self._sums.pop(row.key, (0, product))
+        if added != row.chunk:
+            raise WireError(f"chunk {row.chunk} of block {row.block} of job {row.job} came after {added} chunks")
+        if row.chunk:
             total += product
-        if chunk + 1 == chunks:
+        if row.is_last:
             return total
-        self._sums[key] = (chunk + 1, total)
+        self._sums[row.key] = (row.chunk + 1, total)
         return None
 
     def run_length(self, rows: Sequence[BlockRow], begin: int, most_bytes: int, most_flops: float) -> int:
@@ -79,26 +120,22 @@ class Operands:
         At least 1. More than one only if all have at most `most_bytes` of output and take at most `most_flops`.
         KeyError if its pieces were dropped."""
         row = rows[begin]
-        batch, height, width, _, chunks = row[9:14]
-        if batch != 1 or chunks != 1 or begin + 1 == len(rows):
+        if row.batch != 1 or row.chunks != 1 or begin + 1 == len(rows):
             return 1
-        cells = height * width
-        most = min(most_bytes // (4 * cells), most_flops / (2.0 * cells * self.inner(row[3])), len(rows) - begin)
+        cells = row.rows * row.columns
+        most = min(most_bytes // (4 * cells), most_flops / (2.0 * cells * self.inner(row.left)), len(rows) - begin)
         count = 1
-        while count < most and rows[begin + count][3:14] == (*row[3:6], row[6] + count * height, *row[7:14]):
+        while count < most and rows[begin + count].place == row.place_beyond(down=count * row.rows):
             count += 1
         if count > 1:
             return count
-        while count < most and rows[begin + count][3:14] == (*row[3:8], row[8] + count * width, *row[9:14]):
+        while count < most and rows[begin + count].place == row.place_beyond(across=count * row.columns):
             count += 1
-        line = [other[3:14] for other in rows[begin : begin + count]]
         lines = 1
         while count > 1 and (lines + 1) * count <= most:
-            at = begin + lines * count
-            if any(
-                rows[at + number][3:14] != (*first[:3], first[3] + lines * height, *first[4:])
-                for number, first in enumerate(line)
-            ):
+            line = rows[begin + lines * count : begin + (lines + 1) * count]
+            first = (row.place_beyond(lines * row.rows, number * row.columns) for number in range(count))
+            if any(other.place != place for other, place in zip(line, first, strict=True)):
                 break
             lines += 1
         return lines * count
@@ -106,33 +143,30 @@ class Operands:
     def products(self, run: Sequence[BlockRow], kernel: Kernel) -> Array:
         """The products of a run (see `run_length`) as [blocks, rows, columns]."""
         row, count = run[0], len(run)
-        height, width = row[10], row[11]
-        if run[1][8] == row[8]:  # below each other
-            left, right = self.factors((*row[:10], count * height, *row[11:]))
-            return kernel.product(left, right).reshape(count, height, width)
-        line = next((number for number, other in enumerate(run) if other[6] != row[6]), count)
-        left, right = self.factors((*row[:10], count // line * height, line * width, *row[12:]))
-        beside = kernel.product(left, right).reshape(count // line, height, line, width)
-        return np.ascontiguousarray(beside.transpose(0, 2, 1, 3)).reshape(count, height, width)
+        height, width = row.rows, row.columns
+        line = next((number for number, other in enumerate(run) if other.left_outer != row.left_outer), count)
+        lines = count // line
+        whole = kernel.product(*self.factors(row._replace(rows=lines * height, columns=line * width)))
+        if line == 1:  # below each other
+            return whole.reshape(count, height, width)
+        parts = whole.reshape(lines, height, line, width).transpose(0, 2, 1, 3)
+        return np.ascontiguousarray(parts).reshape(count, height, width)
 
     def skip(self, row: BlockRow) -> None:
         """The block is not wanted: drop the pieces and the sum that only it uses."""
-        if row[13] > 1:
-            self.drop(row[3:5])
-            self._sums.pop(row[:3], None)
+        if row.chunks > 1:
+            self.drop((row.left, row.right))
+            self._sums.pop(row.key, None)
 
     def factors(self, row: BlockRow) -> tuple[Array, Array]:
         """The block's factors, [rows, inner] and [inner, columns], with a leading batch axis if batch > 1."""
-        _, _, _, left, right, left_batch, left_outer, right_batch, right_outer, batch, rows, columns = row[:12]
-        one, two = self._pieces[left], self._pieces[right]
-        if batch == 1:
-            return (
-                one[left_batch, left_outer : left_outer + rows],
-                two[right_batch, right_outer : right_outer + columns].T,
-            )
+        one = self._pieces[row.left][:, row.left_outer : row.left_outer + row.rows]
+        two = self._pieces[row.right][:, row.right_outer : row.right_outer + row.columns]
+        if row.batch == 1:
+            return one[row.left_batch], two[row.right_batch].T
         return (
-            one[left_batch : left_batch + batch, left_outer : left_outer + rows],
-            two[right_batch : right_batch + batch, right_outer : right_outer + columns].transpose(0, 2, 1),
+            one[row.left_batch : row.left_batch + row.batch],
+            two[row.right_batch : row.right_batch + row.batch].transpose(0, 2, 1),
         )
 
     def _check(self, blocks: NDArray[np.void]) -> None:

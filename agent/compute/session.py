@@ -252,7 +252,7 @@ class Session:
                 for device, job, block in blocks.tolist() if len(blocks) <= self._memory.most_rows else ():
                     if (key := (device, job, block)) in self._memory:
                         self._computer.cancelled.add((job, block))
-                        if all(key != row[:3] for row in self._computer.current):
+                        if all(key != row.key for row in self._computer.current):
                             self._memory.forgo(key)
             case Welcome(run=run):
                 self._tally.sessions += 1
@@ -281,7 +281,7 @@ class Session:
             log.warning("refused %d block(s), with outputs of up to %s: %s are lent", len(refused), sizes, lent)
             for row in refused:
                 self._operands.skip(row)
-            answers = np.array([(*row[:3], TOO_LARGE, 0, 0.0, 0) for row in refused], ANSWER)
+            answers = np.array([(*row.key, TOO_LARGE, 0, 0.0, 0) for row in refused], ANSWER)
             self._tally.failed += len(refused)
             self._line.send(Result(answers, b""))
 
@@ -291,7 +291,8 @@ class Session:
         data = self._owner.data
         if data is None:
             return False
-        need = max((row[14] + output_bytes(row) // 2 for row in rows if row[13] > 1 and row[12] == 0), default=0)
+        begun = [row for row in rows if row.chunks > 1 and row.chunk == 0]
+        need = max((row.down_bytes + output_bytes(row) // 2 for row in begun), default=0)
         if need <= data.left_bytes + data.spare_bytes:
             return False
         self._owner.enough(f"the next block moves {format_size(need)}, {format_size(data.left_bytes)} are left")

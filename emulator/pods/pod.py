@@ -36,7 +36,7 @@ import zmq
 from numpy.typing import NDArray
 
 from agent.compute.kernels import Array, Kernel, NumpyKernel
-from agent.compute.pieces import BlockRow, Operands
+from agent.compute.pieces import BlockRow, Operands, block_rows
 from agent.identity.keys import Credentials, Curve, Keys, Password
 from agent.protocol.clock import Clock, ScaledClock
 from agent.protocol.connection import SILENT_AFTER, Connection
@@ -347,7 +347,7 @@ class Pod:
         frozen = set(devices)
         of: list[int] = self._numbers.device.tolist()  # by index in the connection
         self._to_compute = [
-            (max(due_ns, until_ns) if of[row[0]] in frozen else due_ns, sequence, row, compute_s)
+            (max(due_ns, until_ns) if of[row.device] in frozen else due_ns, sequence, row, compute_s)
             for due_ns, sequence, row, compute_s in self._to_compute
         ]
         self._to_send = [
@@ -404,7 +404,7 @@ class Pod:
         inner = np.full(len(blocks), self._operands.inner(int(blocks["left"][0])))
         answering = self._answering(blocks["device"])
         if not answering.all():
-            for row in blocks[~answering].tolist():
+            for row in block_rows(blocks[~answering]):
                 self._operands.skip(row)
             blocks, inner = blocks[answering], inner[answering]
             if not len(blocks):
@@ -424,7 +424,7 @@ class Pod:
         else:
             due, computing = np.full(len(blocks), work.stamp_ns, np.int64), [0.0] * len(blocks)
         due_ns: list[int] = np.maximum(due, self._frozen_until_ns[device]).tolist()
-        rows: list[BlockRow] = blocks.tolist()
+        rows = block_rows(blocks)
         entries = zip(due_ns, range(self._sequence, self._sequence + len(rows)), rows, computing, strict=True)
         self._sequence += len(rows)
         if self._to_compute and self._modelled:
@@ -461,11 +461,11 @@ class Pod:
         entries = []
         for entry in taken:
             row = entry[2]
-            if self._cancelled and row[:3] in self._cancelled:
-                if row[12] + 1 == row[13]:
-                    self._cancelled.discard(row[:3])
+            if self._cancelled and row.key in self._cancelled:
+                if row.is_last:
+                    self._cancelled.discard(row.key)
                 self._operands.skip(row)
-            elif self._answering(row[0]):
+            elif self._answering(row.device):
                 entries.append(entry)
             else:
                 self._operands.skip(row)
@@ -482,14 +482,14 @@ class Pod:
         took_s = (self._clock.now_ns() - begun_ns) / 1e9 / len(run)
         for (due_ns, sequence, row, modelled_s), product in zip(run, products, strict=True):
             compute_s = modelled_s if self._modelled else took_s
-            if row[13] > 1:
-                compute_s += self._spent.pop(row[:3], 0.0)
+            if row.chunks > 1:
+                compute_s += self._spent.pop(row.key, 0.0)
             if product is None:  # more chunks of this block are to come
-                self._spent[row[:3]] = compute_s
+                self._spent[row.key] = compute_s
                 continue
             if self._liar:
-                product = self._liar.answer(int(self._numbers.device[row[0]]), product)
-            answer = (row[0], row[1], row[2], DONE, product.size, compute_s, due_ns)
+                product = self._liar.answer(int(self._numbers.device[row.device]), product)
+            answer = (*row.key, DONE, product.size, compute_s, due_ns)
             heapq.heappush(self._to_send, (due_ns, sequence, answer, product))
 
     def _send_due(self, line: Line) -> None:

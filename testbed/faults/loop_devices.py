@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.compute.kernels import NumpyKernel
-from agent.compute.pieces import BlockRow, Operands
+from agent.compute.pieces import BlockRow, Operands, block_rows
 from agent.protocol.connection import SILENT_AFTER
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import (
@@ -94,14 +94,14 @@ class Line:
                 self.process.left = False
             case Work():
                 self.operands.accept(message)  # WireError: a block names a piece that is missing
-                for row in message.blocks.tolist():
-                    if row[:3] in self._cancelled:
+                for row in block_rows(message.blocks):
+                    if row.key in self._cancelled:
                         self._skip(row)
                         continue
-                    self._queues.setdefault(row[0], deque()).append(row)
-                    self._next(row[0])
+                    self._queues.setdefault(row.device, deque()).append(row)
+                    self._next(row.device)
             case Cancel():
-                self._cancel({(row[0], row[1], row[2]) for row in message.blocks.tolist()})
+                self._cancel(set(message.blocks.tolist()))
             case Refused():
                 self.process.refusals[message.reason] += 1
                 connection.end()
@@ -111,14 +111,14 @@ class Line:
     def _cancel(self, keys: set[Answered]) -> None:
         """Blocks that are being computed are still answered."""
         for queue in self._queues.values():
-            for row in [row for row in queue if row[:3] in keys]:
+            for row in [row for row in queue if row.key in keys]:
                 queue.remove(row)
                 self._skip(row)
 
     def _skip(self, row: BlockRow) -> None:
         """Chunks of a cancelled block still come, as they do to an agent."""
         self.operands.skip(row)
-        (self._cancelled.discard if row[12] + 1 == row[13] else self._cancelled.add)(row[:3])
+        (self._cancelled.discard if row.is_last else self._cancelled.add)(row.key)
 
     def _next(self, device: int) -> None:
         queue = self._queues[device]
@@ -127,7 +127,7 @@ class Line:
         row = queue.popleft()
         profile = self.process.profiles[device]
         try:
-            flops = 2.0 * row[9] * row[10] * row[11] * self.operands.inner(row[3])
+            flops = 2.0 * row.batch * row.rows * row.columns * self.operands.inner(row.left)
             cells = self.operands.product(row, NumpyKernel())
         except KeyError:  # its pieces were dropped while it waited: another device has answered
             self._next(device)
@@ -137,12 +137,12 @@ class Line:
         self.process.later(takes_s, lambda: self._computed(row, cells))
 
     def _computed(self, row: BlockRow, cells: NDArray[np.float32] | None) -> None:
-        self._busy.discard(row[0])
+        self._busy.discard(row.device)
         if cells is not None:
             if not self._ready:
                 self._answer_soon(TOGETHER_S)
-            self._ready.append((row[:3], np.ascontiguousarray(cells)))
-        self._next(row[0])
+            self._ready.append((row.key, np.ascontiguousarray(cells)))
+        self._next(row.device)
 
     def _answer_soon(self, delay_s: float) -> None:
         self.process.later(max(delay_s, self.process.mute_until_s - self.network.now), self._answer)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agent.compute.computer import Computer
 from agent.compute.kernels import NumpyKernel
-from agent.compute.pieces import BlockRow, Operands
+from agent.compute.pieces import BlockRow, Operands, block_rows
 from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, Work
 
 ROWS, COLUMNS, INNER, SIDE = 24, 40, 16, 8
@@ -33,11 +33,11 @@ def given_work(boxes: Sequence[tuple[int, int]], layout: int = OUTER_MAJOR) -> W
 def held(work: Work) -> tuple[Operands, list[BlockRow]]:
     operands = Operands()
     operands.accept(work)
-    return operands, work.blocks.tolist()
+    return operands, block_rows(work.blocks)
 
 
 def expected(row: BlockRow) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return LEFT[row[6] : row[6] + SIDE] @ RIGHT[row[8] : row[8] + SIDE].T
+    return LEFT[row.left_outer : row.left_outer + SIDE] @ RIGHT[row.right_outer : row.right_outer + SIDE].T
 
 
 def computed(operands: Operands, rows: list[BlockRow], cancelled: Sequence[int] = ()) -> dict[int, list[float]]:
@@ -67,7 +67,7 @@ def test_blocks_in_any_order_are_answered_as_one_by_one(
 ) -> None:
     operands, rows = held(given_work(sorted(boxes) if ordered else boxes, layout))
     found = computed(operands, rows)
-    assert found == {row[2]: expected(row).ravel().tolist() for row in rows}
+    assert found == {row.block: expected(row).ravel().tolist() for row in rows}
 
 
 def test_neighbours_are_one_product() -> None:

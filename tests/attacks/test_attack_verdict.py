@@ -14,7 +14,7 @@ import zmq
 from processes import Multiplication, Stranger, grid
 
 from agent.compute.kernels import NumpyKernel
-from agent.compute.pieces import Operands
+from agent.compute.pieces import Operands, block_rows
 from agent.protocol.entrance import enter
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import (
@@ -51,11 +51,11 @@ def answer(device: Stranger, blocks: int, due_after_ns: int) -> None:
     while given < blocks:
         work = device.receive_work()
         operands.accept(work)
-        for row in work.blocks.tolist():
+        for row in block_rows(work.blocks):
             product = operands.product(row, NumpyKernel())
             assert product is not None
             due_ns = work.stamp_ns + due_after_ns
-            answers = np.array([(row[0], row[1], row[2], DONE, product.size, 0.0, due_ns)], ANSWER)
+            answers = np.array([(*row.key, DONE, product.size, 0.0, due_ns)], ANSWER)
             device.send(Result(answers, product.reshape(-1), work.stamp_ns + due_after_ns))
             given += 1
 
@@ -133,12 +133,12 @@ class Thief:
                 return
             if isinstance(message, Work):
                 operands.accept(message)
-                for row in message.blocks.tolist():
+                for row in block_rows(message.blocks):
                     product = operands.product(row, NumpyKernel())
                     if product is None:
                         continue
                     due_ns = message.stamp_ns + LATE_NS
-                    answers = np.array([(row[0], row[1], row[2], DONE, product.size, 0.0, due_ns)], ANSWER)
+                    answers = np.array([(*row.key, DONE, product.size, 0.0, due_ns)], ANSWER)
                     result = encode(Result(answers, product.reshape(-1), due_ns))
                     line.send_multipart([bytes(frame) for frame in result])
             line.send(bytes(encode(Heartbeat())[0]))

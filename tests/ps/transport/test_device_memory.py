@@ -24,7 +24,7 @@ from processes import line_to
 
 from agent.compute.computer import Computer
 from agent.compute.kernels import Array, NumpyKernel
-from agent.compute.pieces import BlockRow, Operands
+from agent.compute.pieces import BlockRow, Operands, block_rows
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import ANSWER, DONE, FAILED, Heartbeat, Join, Message, Result, Welcome, Work, decode, encode
 from ps.planning.cost import block_seconds, chunk_length
@@ -108,13 +108,13 @@ class Puppet:
     def answer(self, *rows: Any) -> None:
         products = [self.operands.product(row, NumpyKernel()) for row in rows]
         cells = [product.reshape(-1) for product in products if product is not None]
-        answers = [(row[0], row[1], row[2], DONE, c.size, 0.0, 0) for row, c in zip(rows, cells, strict=True)]
+        answers = [(*row.key, DONE, c.size, 0.0, 0) for row, c in zip(rows, cells, strict=True)]
         self.send(Result(np.array(answers, ANSWER), np.concatenate(cells)))
 
     def serve(self, product: Multiplication) -> None:
         while not product.done.is_set():
             if len(blocks := self.work().blocks):
-                self.answer(*blocks.tolist())
+                self.answer(*block_rows(blocks))
                 product.done.wait(0.2)  # the last answer ends the product; otherwise more work comes
 
     def close(self) -> None:
@@ -152,8 +152,8 @@ def test_blocks_assigned_together_arrive_in_order_with_one_stamp_in_any_number_o
         server, Operand(numbers(1, 16, 24)), Operand(numbers(1, 32, 24)), plan_of(STRIP, [0] * 4, STRIP_FRESH)
     )
     messages = [puppet.work() for _ in STRIP]
-    rows = [row for message in messages for row in message.blocks.tolist()]
-    assert [row[2] for row in rows] == [0, 1, 2, 3]
+    rows = [row for message in messages for row in block_rows(message.blocks)]
+    assert [row.block for row in rows] == [0, 1, 2, 3]
     assert len({message.stamp_ns for message in messages}) == 1
     assert before_ns <= messages[0].stamp_ns <= time.monotonic_ns()
     puppet.answer(*rows)
@@ -172,22 +172,22 @@ def test_a_piece_is_released_as_soon_as_no_block_needs_it(
         server, Operand(numbers(1, 16, 24)), Operand(numbers(1, 32, 24)), plan_of(STRIP, [0] * 4, STRIP_FRESH)
     )
     messages = [puppet.work()] if bundle_s else [puppet.work(), puppet.work()]
-    one, two = (row for message in messages for row in message.blocks.tolist())
+    one, two = (row for message in messages for row in block_rows(message.blocks))
     # the rows once, and the columns of each block; columns that touch are one piece of a message
     assert sum(len(message.pieces) for message in messages) == (2 if bundle_s else 3)
     puppet.answer(one)
     third = puppet.work()
     # its columns, unless the second block has them too; that one still needs the rows
-    assert third.released.tolist() == ([] if bundle_s else [one[4]])
+    assert third.released.tolist() == ([] if bundle_s else [one.right])
     puppet.answer(two)
     fourth = puppet.work()
-    assert fourth.released.tolist() == [two[4]]
-    (last,) = fourth.blocks.tolist()
+    assert fourth.released.tolist() == [two.right]
+    (last,) = block_rows(fourth.blocks)
     assert last[3] == one[3], "the rows are kept"
-    (before,) = third.blocks.tolist()
+    (before,) = block_rows(third.blocks)
     puppet.answer(before, last)
     end = puppet.work()
-    assert sorted(end.released.tolist()) == sorted([before[4], last[4], one[3]])
+    assert sorted(end.released.tolist()) == sorted([before.right, last.right, one.left])
     assert len(end.blocks) == 0
     assert puppet.operands.bytes == 0
     product.check()
@@ -368,10 +368,10 @@ def test_a_device_that_gives_up_between_two_chunks_loses_the_block_to_another(
     agents(start, server, 1, "--memory", "64 MB")
     product = Multiplication(server, *long_operands(20_000), whole_for(0))
     work = puppet.work()
-    (row,) = work.blocks.tolist()
-    assert row[12] == 0
-    assert row[13] > 100
-    puppet.send(Result(np.array([(0, row[1], row[2], FAILED, 0, 0.0, 0)], ANSWER), b""))
+    (row,) = block_rows(work.blocks)
+    assert row.chunk == 0
+    assert row.chunks > 100
+    puppet.send(Result(np.array([(0, row.job, row.block, FAILED, 0, 0.0, 0)], ANSWER), b""))
     while not product.done.wait(0.01):
         puppet.send(Heartbeat())  # alive, but reads no more
     product.check()
@@ -422,7 +422,7 @@ def test_a_block_whose_chunk_fails_is_answered_once_and_leaves_nothing_behind(at
         for parcel in streamed(9, factors, [0, 1, 0, 6, 0, 5], block, 0, 10, ids):
             work = Work(0, np.empty(0, "<u4"), parcel.pieces, parcel.blocks, list(parcel.data))
             operands.accept(work)
-            rows += parcel.blocks.tolist()
+            rows += block_rows(parcel.blocks)
     kernel = Failing(at)
     computer = Computer(operands, kernel, ring=lambda: None)
     computer.start()

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count, product
-from typing import cast
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agent.compute.kernels import Kernel, NumpyKernel, available_kernels
-from agent.compute.pieces import BlockRow, Operands
+from agent.compute.pieces import BlockRow, Operands, block_rows
 from agent.protocol.profile import Profile, pack_profiles
 from agent.protocol.wire import BLOCK, INNER_MAJOR, OUTER_MAJOR, PIECE, WireError, Work, decode, encode
 from ps.planning.plans import Shape
@@ -57,12 +56,12 @@ class Line:
             message_bytes=self._message_bytes,
         ):
             for row in self.bring(parcel):
-                assert row[1] == job
-                assert row[12:14] == (0, 1), "the block comes whole"
-                arrived.append((row[0], row[2], row[14]))
+                assert row.job == job
+                assert (row.chunk, row.chunks) == (0, 1), "the block comes whole"
+                arrived.append((row.device, row.block, row.down_bytes))
                 product = self.receiver.product(row, NumpyKernel())
                 assert product is not None
-                box = boxes[blocks.index(row[2])]
+                box = boxes[blocks.index(row.block)]
                 assert np.array_equal(product.reshape(box[1::2]), expected_of(operands, box))
         assert sorted(arrived) == sorted(zip(devices.tolist(), blocks, down_bytes.tolist(), strict=True))
 
@@ -70,7 +69,7 @@ class Line:
         self.parcels.append(parcel)
         work = transmit(Work(1, np.empty(0, "<u4"), parcel.pieces, parcel.blocks, list(parcel.data)))
         self.receiver.accept(work)
-        return cast("list[BlockRow]", work.blocks.tolist())
+        return block_rows(work.blocks)
 
     def release(self, job: int) -> None:
         pieces = np.array([piece for held in self._held.pop(job) for piece in held.ids], "<u4")
@@ -383,13 +382,13 @@ def test_a_block_whose_pieces_were_dropped_while_it_waited_is_recognised() -> No
     line.send(0, operands_of(shape), [whole(shape)], [0])
     line.release(0)
     with pytest.raises(KeyError):
-        line.receiver.product(line.parcels[0].blocks.tolist()[0], NumpyKernel())
+        line.receiver.product(block_rows(line.parcels[0].blocks)[0], NumpyKernel())
 
 
 def test_a_cancelled_block_leaves_its_pieces_to_the_others() -> None:
     line, shape = Line(), Shape(1, 6, 3, 4)
     line.send(0, operands_of(shape), [whole(shape)], [0])
-    line.receiver.skip(line.parcels[0].blocks.tolist()[0])
+    line.receiver.skip(block_rows(line.parcels[0].blocks)[0])
     assert line.receiver.bytes == needed_bytes(shape, [whole(shape)])
 
 
@@ -427,8 +426,8 @@ def test_a_block_in_chunks_is_the_block_in_one_piece(
     line, results = Line(), []
     for parcel in streamed(7, operands, box, 3, 2, length, line.piece_ids):
         (row,) = line.bring(parcel)
-        assert row[:3] == (2, 7, 3)
-        assert row[14] == sum(d.nbytes for d in parcel.data)
+        assert row.key == (2, 7, 3)
+        assert row.down_bytes == sum(d.nbytes for d in parcel.data)
         assert line.receiver.bytes == sum(d.nbytes for d in parcel.data), "an earlier chunk was kept"
         results.append(line.receiver.product(row, kernel))
         assert line.receiver.bytes == 0, "a chunk is kept after its use"
@@ -557,7 +556,7 @@ def block_with(**changes: int) -> Work:
 def test_a_block_may_take_all_of_its_pieces() -> None:
     operands = Operands()
     operands.accept(transmit(WORK))
-    left, right = operands.factors(WORK.blocks[0].tolist())
+    left, right = operands.factors(block_rows(WORK.blocks)[0])
     assert (left.shape, right.shape) == ((2, 4, 3), (2, 3, 5))
 
 
@@ -629,8 +628,8 @@ def test_work_with_changed_figures_is_refused_or_can_be_computed_and_released(da
     except WireError:
         pass
     else:
-        for row in cast("list[BlockRow]", blocks.tolist()):
+        for row in block_rows(blocks):
             left, right = operands.factors(row)
-            assert (left @ right).size == row[9] * row[10] * row[11]
+            assert (left @ right).size == row.batch * row.rows * row.columns
     operands.drop(pieces["piece"].tolist())
     assert operands.bytes == 0
