@@ -27,10 +27,26 @@ if TYPE_CHECKING:
     from agent.identity.update import Offer
 
 UPDATE_AGAIN_S = 300.0
+NEEDED = {"numpy": "numpy", "zmq": "pyzmq"}  # modules, and the packages they come from
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(words)
+    except ModuleNotFoundError as error:
+        if (package := NEEDED.get((error.name or "").partition(".")[0])) is None:
+            raise
+        print(
+            f"agent: {sys.executable} has no {package}: {sys.executable} -m pip install "
+            f"{' '.join(NEEDED.values())}; or start the agent with a Python that has them, "
+            "in a clone of the project .venv/bin/python",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _run(words: list[str]) -> int:
     match words[:1]:
         case ["rules"]:
             from agent.owner import rules_file as rules

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,3 +169,14 @@ def test_the_slower_kernel_is_not_loaded(start: Start, serve: Serve, own_state: 
     server.stop()
     assert program.wait() == 0
     assert program.said[-1] == "False"
+
+
+@pytest.mark.parametrize(("module", "package"), [("zmq", "pyzmq"), ("numpy", "numpy")])
+@pytest.mark.parametrize("words", [["--ps", "tcp://127.0.0.1:1"], ["measure", "--name", "mine"]])
+def test_a_python_without_the_packages_says_what_to_install(module: str, package: str, words: list[str]) -> None:
+    program = f"import sys; sys.modules[{module!r}] = None; from agent.__main__ import main; sys.exit(main({words!r}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 2
+    assert f"has no {package}:" in done.stderr
+    assert "pip install numpy pyzmq" in done.stderr
+    assert "Traceback" not in done.stderr
