@@ -176,8 +176,8 @@ def _gather(piece: Integers, divisible: NDArray[np.bool_], length: int, wanted: 
         while missing:
             if not (once or never):
                 return None
-            largest = (missing, len(piece))
-            fits_once, fits_never = bisect.bisect_left(once, largest), bisect.bisect_left(never, largest)
+            above = (missing, len(piece))  # all pieces that fit
+            fits_once, fits_never = bisect.bisect_left(once, above), bisect.bisect_left(never, above)
             if fits_once and not (fits_never and never[fits_never - 1] > once[fits_once - 1]):
                 chosen, at = once, fits_once - 1
             elif fits_never:

@@ -100,7 +100,7 @@ def cuts_within(profiles: NDArray[np.void], request: Request, areas: Areas, span
     down_s, compute_s, up_s = queue_seconds(profiles, slice(None), shape.inner, rectangles, height, width, lines)
     total_s, credit = down_s + compute_s + up_s, profiles["credit_blocks"]
     now = settings.NOW
-    strip_s = now.strip_s * min(max(len(profiles) / now.crowd, 0.1), 1.0)
+    strip_s = now.strip_s * min(len(profiles) / now.crowd, 1.0)
     worth = np.clip(total_s / strip_s, 1, np.minimum(now.most_strips, credit))
     if max(request.left_uses, request.right_uses) == 1:  # slabs that are kept stay in few pieces
         several = credit >= now.most_strips

@@ -26,8 +26,8 @@ class Settings:
     # ---- how a device works through its rectangle
     least_chunk: int = 32  # inner values; a call takes 39 us on a CPU, about what 32 values of a 64 x 64 block take
     strip_s: float = 0.05  # a shorter strip saves less than its message costs; 0005
-    # In fleets of fewer devices the server has time for more messages: strips may be shorter in proportion, down to a
-    # tenth, when the device's own cost counts. With 1,000, steps under churn took 8 to 17% longer; 0005.
+    # For a product over fewer devices than this, the server has time for more messages each: strips may be shorter in
+    # proportion. With 1,000, steps under churn took 8 to 17% longer; 0005.
     crowd: int = 25
     most_strips: int = 4  # for the overlap of download, compute and upload; more hardly end sooner; 0005
     steepest: float = 4.0  # limit of how much larger or smaller the next strip is: beyond it nothing is gained; 0005

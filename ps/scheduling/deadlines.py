@@ -64,7 +64,7 @@ class Typical:
                 late.discard(device)
 
     @property
-    def usual(self) -> float:
+    def ratio(self) -> float:
         """How many times as long as expected the blocks of a typical device take, at least 1."""
         if self._since >= len(self._score) > 0:
             averages = sorted(average for average, _ in self._score.values())
@@ -76,7 +76,7 @@ class Typical:
         many times."""
         if not self._slow:
             return {}
-        typical = self.usual / self._most
+        typical = self.ratio / self._most
         slow = {device: self._score[device][0] / typical for device in sorted(self._slow) if device != UNKNOWN}
         self._slow.clear()
         return {device: times for device, times in slow.items() if times > settings.NOW.outlier}

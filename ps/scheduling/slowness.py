@@ -39,9 +39,9 @@ class Slowness:
             self._set(device, ratio)
 
     def answered(self, device: int, ratio: float) -> None:
-        """It took `ratio` times what its believed factor makes expected, as a multiple of what is usual. Of devices
-        without a factor, call only for answers far too late: a device that does all the work alone defines what is
-        usual, so they are compared with the model itself."""
+        """It took `ratio` times what its believed factor makes expected, as a multiple of what a typical device takes.
+        Of devices without a factor, call only for answers far too late: a device that does all the work alone is the
+        typical one, so they are compared with the model itself."""
         answers = self._answers.setdefault(device, [])
         answers.append(ratio)
         if len(answers) < settings.NOW.answers:

@@ -48,7 +48,7 @@ class Stragglers:
         slowness, growing, now = self._beliefs.slowness, self._beliefs.newcomers.beliefs, settings.NOW
         far = ratio > now.far and device not in growing and (ratio - 1.0) * expected_s > now.far_s
         if device in slowness.factor:  # else a busy host would take work from it, and from no other
-            slowness.answered(device, ratio / self._deadlines.typical.usual)
+            slowness.answered(device, ratio / self._deadlines.typical.ratio)
         elif far:
             slowness.answered(device, ratio)
         if growing:

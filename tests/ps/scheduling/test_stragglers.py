@@ -122,7 +122,7 @@ def test_a_busy_host_takes_no_work_from_a_device_that_was_corrected_before() -> 
     for _ in range(4):
         deadlines.returned([2.0] * len(devices), devices)
     for _ in range(NOW.answers):
-        slowness.answered(0, 2.0 / deadlines.typical.usual)
+        slowness.answered(0, 2.0 / deadlines.typical.ratio)
     assert slowness.take_changes() == {}
 
 
